@@ -6,9 +6,10 @@ names the key. Defaults are the LoGRA paper's where it has one.
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -23,6 +24,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         frozen=True,
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
@@ -333,13 +335,7 @@ class Config(Section):
     @classmethod
     def _short_forms(cls, data: Any) -> Any:
         """`environment` may be one mapping; `algorithm: sft` is `algorithm: {name: sft}`."""
-        if isinstance(data, dict):
-            data = dict(data)
-            if isinstance(data.get("environment"), dict):
-                data["environment"] = [data["environment"]]
-            if isinstance(data.get("algorithm"), str):
-                data["algorithm"] = {"name": data["algorithm"]}
-        return data
+        return _expand_short_forms(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
@@ -361,8 +357,31 @@ class Config(Section):
         return self
 
 
+def _expand_short_forms(data: dict[str, Any]) -> dict[str, Any]:
+    """A shallow copy in which `environment` is a list and `algorithm` a mapping."""
+    data = dict(data)
+    if isinstance(data.get("environment"), dict):
+        data["environment"] = [data["environment"]]
+    if isinstance(data.get("algorithm"), str):
+        data["algorithm"] = {"name": data["algorithm"]}
+    return data
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: 2e-4 is a number, not a string."""
+    """YAML 1.2's floats (2e-4 is a number, not a string); a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if not isinstance(key, str) or key_node.tag.endswith(":merge"):
+                continue
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key} is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -374,7 +393,7 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str) -> Any:
     """Parse YAML text with YAML 1.2 floats."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    return yaml.load(text, Loader=_Loader)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -385,16 +404,27 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
             values contradict each other.
     """
     try:
-        data = parse_yaml(Path(path).read_text())
+        data = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; expected a YAML file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text; expected a YAML file") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}{_yaml_problem(error)}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: expected a mapping of configuration sections")
+        got = "the file is empty" if data is None else f"got a {type(data).__name__}"
+        raise UserError(f"{path}: expected a mapping of configuration sections; {got}")
     for override in overrides or []:
-        _apply_override(data, override)
+        data = _apply_override(data, override)
     return config_from_dict(data)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """`:LINE: what is wrong`, to be put behind the file's name."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        return f":{error.problem_mark.line + 1}: not valid YAML: {problem}"
+    return f": not valid YAML: {' '.join(str(error).split())}"
 
 
 def config_from_dict(data: dict[str, Any]) -> Config:
@@ -405,61 +435,76 @@ def config_from_dict(data: dict[str, Any]) -> Config:
         raise UserError(_one_line(error)) from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def _apply_override(data: dict[str, Any], override: str) -> dict[str, Any]:
+    """A copy of `data` in which `a.b=value` is set; lists take an index, or none if they have
+    one entry (`environment.task` is `environment.0.task`)."""
     key, sep, value = override.partition("=")
-    if not sep or not key:
+    path = key.split(".")
+    if not sep or not all(path):
         raise UserError(f"{override}: expected KEY=VALUE, such as train.steps=10")
-    *parents, last = key.split(".")
-    node: Any = data
-    for depth, name in enumerate(parents):
-        if isinstance(node, list):
-            if not name.isdigit() or int(name) >= len(node):
-                raise UserError(f"{key}: {name} is not an index into a list of {len(node)}")
-            node = node[int(name)]
-            continue
-        if node.get(name) is None:
-            node[name] = {}
-        node = node[name]
-        if not isinstance(node, dict | list):
-            raise UserError(f"{key}: {'.'.join(parents[: depth + 1])} is a value, not a section")
     try:
         parsed = parse_yaml(value)
     except yaml.YAMLError:
-        raise UserError(f"{key}: cannot read the value {value!r}") from None
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            raise UserError(f"{key}: {last} is not an index into a list of {len(node)}")
-        node[int(last)] = parsed
-    else:
-        node[last] = parsed
+        raise UserError(f"{key}: cannot read the value {value!r}; expected YAML") from None
+    data = _expand_short_forms(copy.deepcopy(data))
+    if path[0] == "environment" and len(path) > 1 and not data.get("environment"):
+        data["environment"] = [{}]
+    node: Any = data
+    for depth, name in enumerate(path):
+        if isinstance(node, list) and len(node) == 1 and not name.isdigit():
+            node = node[0]
+        at: int | str = name
+        if isinstance(node, list):
+            if not name.isdigit() or int(name) >= len(node):
+                raise UserError(f"{key}: {name} is not an index into a list of {len(node)}")
+            at = int(name)
+        elif not isinstance(node, dict):
+            raise UserError(f"{key}: {'.'.join(path[:depth])} is a value, not a section")
+        elif depth < len(path) - 1 and node.get(name) is None:
+            node[name] = {}
+        if depth < len(path) - 1:
+            node = node[at]
+        else:
+            node[at] = parsed
+    return data
 
 
 def _one_line(error: ValidationError) -> str:
     """The first of pydantic's complaints, as `key: what is wrong; what was expected`."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+    loc = first["loc"]
+    key = ".".join(str(part) for part in loc)
     if first["type"] == "extra_forbidden":
-        known = ", ".join(_fields_at(first["loc"][:-1]))
+        known = ", ".join(_section_at(loc[:-1]).model_fields)
         return f"{key}: unknown configuration key; expected one of: {known}"
-    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "invalid_key":
+        known = ", ".join(_section_at(loc[:-1]).model_fields)
+        return f"{key}: a configuration key must be a name; expected one of: {known}"
+    if first["type"] == "missing":
+        section, name = _section_at(loc[:-1]), str(loc[-1])
+        purpose = section.model_fields[name].description or _section_at(loc).__doc__ or ""
+        return f"{key}: missing; expected: {' '.join(purpose.split())}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if first["type"] == "value_error":
         return message
-    if first["type"] == "missing":
-        return f"{key}: missing"
-    return f"{key}: {message}, got {first['input']!r}"
+    if first["type"] == "model_type":
+        message = "expected a section (a mapping of keys)"
+    got = repr(first["input"])
+    return f"{key}: {message}, got {got if len(got) <= 80 else got[:77] + '...'}"
 
 
-def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
-    cls: type[BaseModel] = Config
+def _section_at(loc: tuple[int | str, ...]) -> type[Section]:
+    """The section class that a pydantic error location names."""
+    cls: type[Section] = Config
     for part in loc:
         if isinstance(part, int):
             continue
-        annotation = cls.model_fields[part].annotation
-        if part == "environment":
-            annotation = EnvironmentConfig
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        annotation: Any = cls.model_fields[part].annotation
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
+        assert isinstance(annotation, type) and issubclass(annotation, Section)
         cls = annotation
-    return list(cls.model_fields)
+    return cls
 
 
 def dump_yaml(config: Config) -> str:

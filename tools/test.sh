@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Sets up, then lints, type-checks and tests: tools/test.sh [--slow] [pytest arguments ...]
+#   --slow   also the tests marked slow, and those marked gpu
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tools/bootstrap.sh
+python=${MEGATRON_LOGRA_VENV:-$PWD/.venv}/bin/python
+
+marks="not slow and not gpu"
+if [ "${1:-}" = --slow ]; then
+  marks=""
+  shift
+fi
+
+# Waiting OpenMP threads that spin make two cores look like none.
+export OMP_WAIT_POLICY=passive
+
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+exec "$python" -m pytest -m "$marks" "$@"
