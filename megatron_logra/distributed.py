@@ -1,0 +1,96 @@
+"""The ranks of a run and Megatron's process groups over them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_logra import platform
+from megatron_logra.config import ParallelConfig
+from megatron_logra.errors import UserError
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank() -> int:
+    """This process's rank; 0 before `initialize`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before `initialize`."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
+    """Join the run's ranks, build Megatron's groups and seed its random states.
+
+    The ranks come from the launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them
+    this process is the only one, and no port is opened. May be called again with other sizes.
+
+    Raises:
+        UserError: `parallel` asks for more ranks than there are, or for a layout that is not
+            supported.
+    """
+    platform.install()
+    ranks = int(os.environ["WORLD_SIZE"]) if _launched() else 1
+    check_layout(parallel, ranks)
+    if not dist.is_initialized():
+        _join()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def check_layout(parallel: ParallelConfig, ranks: int) -> None:
+    """Raise `UserError` unless `ranks` ranks can hold the layout."""
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
+    needed = parallel.tensor * parallel.pipeline * parallel.context
+    keys = ", ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    if needed > ranks or ranks % needed:
+        raise UserError(f"{keys}: need a multiple of {needed} ranks, but this run has {ranks}")
+    if parallel.expert > ranks // needed * parallel.context:
+        raise UserError(
+            f"parallel.expert={parallel.expert}: needs as many data-parallel ranks, "
+            f"but this run has {ranks // needed}"
+        )
+    if ranks > 1:
+        raise UserError(f"WORLD_SIZE={ranks}: several ranks are not supported yet; expected 1")
+
+
+def shutdown() -> None:
+    """Leave the groups; does nothing if there are none."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _launched() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _join() -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not _launched():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(f"{missing[0]}: not set although RANK and WORLD_SIZE are")
+    dist.init_process_group(backend)

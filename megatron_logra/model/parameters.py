@@ -1,0 +1,78 @@
+"""Model parameters by their layout-independent names: random values, and slices of whole tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+
+def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters with the names that they have in the whole model.
+
+    Inside a pipeline stage Megatron numbers its layers from 0; here a layer keeps its number in the
+    model. A weight that is tied within the stage appears once, as the embedding.
+    """
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():
+        yield (
+            re.sub(
+                r"^decoder\.layers\.(\d+)\.",
+                lambda match: f"decoder.layers.{numbers[match.group(1)]}.",
+                name,
+            ),
+            parameter,
+        )
+
+
+def whole_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, ...]:
+    """Shape of the tensor of which `parameter` is one tensor-parallel rank's part."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def local_part(whole: Tensor, parameter: torch.nn.Parameter, tp_rank: int, tp_size: int) -> Tensor:
+    """The part of `whole` that belongs into `parameter`.
+
+    A gated linear_fc1 has its gate rows first and its up rows after them; each rank holds a part of
+    both (Megatron's partition_stride of 2).
+    """
+    if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+    pieces = whole.chunk(stride * tp_size, dim)
+    return torch.cat(pieces[tp_rank::tp_size], dim)
+
+
+@torch.no_grad()
+def initialise(model: GPTModel, seed: int) -> None:
+    """Fill all matrices with random values, all biases with zeros; norms keep what they have.
+
+    The values of a matrix depend on the seed and its name in the model only: not on the layout, the
+    device or the order of construction. They are drawn in float32 with Megatron's init methods.
+    """
+    config = model.config
+    tp = model.pg_collection.tp
+    with torch.random.fork_rng(devices=[]):
+        for name, parameter in named_parameters(model):
+            if parameter.dim() < 2:
+                if "norm" not in name:
+                    parameter.zero_()
+                continue
+            if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                draw = config.output_layer_init_method
+            elif "embedding" in name:
+                draw = config.embedding_init_method
+            else:
+                draw = config.init_method
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            whole = torch.empty(whole_shape(parameter, tp.size()))
+            draw(whole)
+            parameter.copy_(local_part(whole, parameter, tp.rank(), tp.size()))

@@ -1,0 +1,107 @@
+"""Which modules a transformer layer is made of: Megatron's local ones, or Transformer Engine's.
+
+Both give the same module and parameter names, so that sketches, weight maps and checkpoints need not
+know which was taken: norms are modules of their own (never fused into the linear that follows, whose
+input then stays visible to a forward hook).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_logra.errors import UserError
+from megatron_logra.model.norm import Norm
+
+Implementation = Literal["local", "transformer_engine"]
+
+
+def choose_implementation(wanted: str) -> Implementation:
+    """Resolve `model.implementation`: `auto` takes Transformer Engine where it and a GPU are.
+
+    Raises:
+        UserError: Transformer Engine is asked for but cannot run here.
+    """
+    gpu = torch.cuda.is_available()
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if wanted == "transformer_engine" and not (gpu and installed):
+        lack = "no GPU is present" if installed else "transformer_engine is not installed"
+        raise UserError(f"model.implementation=transformer_engine: {lack}; expected auto or local")
+    if wanted == "local" or not (gpu and installed):
+        return "local"
+    return "transformer_engine"
+
+
+def block_spec(
+    config: TransformerConfig, implementation: Implementation, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """The layers of pipeline stage `pp_rank` and the final norm of a dense GPT."""
+    if implementation == "local":
+        norm: Any = Norm
+        column: Any = ColumnParallelLinear
+        row: Any = RowParallelLinear
+        attention: Any = DotProductAttention
+    else:
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear as column,
+        )
+        from megatron.core.extensions.transformer_engine import (
+            TEDotProductAttention as attention,
+        )
+        from megatron.core.extensions.transformer_engine import (
+            TENorm as norm,
+        )
+        from megatron.core.extensions.transformer_engine import (
+            TERowParallelLinear as row,
+        )
+    head_norm = norm if config.qk_layernorm else IdentityOp
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=partial(
+                MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
+            ),
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoints store the norms under the names that Megatron's fused layers use.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -1,0 +1,142 @@
+"""Lets Megatron-Core run where no GPU is.
+
+Megatron-Core names the device "cuda" in its optimizer, schedules, data parallelism, checkpoints and
+random states. `install()` makes those few names mean the CPU. Everything is a plain replacement of
+one function, so that it holds in every thread and costs nothing where it is not called. With a GPU
+`install()` does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_logra.errors import UserError
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+def device() -> torch.device:
+    """The device of this process's model: its current GPU, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU
+
+
+def install() -> None:
+    """Put the stand-ins in place; call it before anything of Megatron runs.
+
+    Raises:
+        UserError: Transformer Engine is installed although there is no GPU.
+    """
+    global _installed
+    if _installed:
+        return
+    _quieten()
+    if not torch.cuda.is_available():
+        if importlib.util.find_spec("transformer_engine") is not None:
+            raise UserError(
+                "transformer_engine is installed but this machine shows no GPU: Megatron-Core would "
+                "build layers that cannot run here; uninstall it in this environment"
+            )
+        for owner, name, stand_in in _stand_ins():
+            setattr(owner, name, stand_in)
+    _installed = True
+
+
+def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """All replacements: the owner of the name, the name, and what stands in for it."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    return [
+        # Where Megatron asks for "its" device: parameters, buffers, communication results.
+        (torch.cuda, "current_device", lambda: CPU),
+        # Checkpointing and timers wait for the device; the CPU is never behind.
+        (torch.cuda, "synchronize", lambda device=None: None),
+        # Gradient reduction looks for events of CUDA graphs to wait for; it finds none.
+        (torch.cuda, "current_stream", lambda device=None: None),
+        # Gradient clipping and checkpoint loading move what they got to the device.
+        (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+        (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
+        # The optimizers tell parameter types apart by the name that the type has on a GPU.
+        (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        # Scalars of the schedules, the gradient clipping and the optimizers are made with a
+        # literal device="cuda".
+        *[
+            (torch, name, _on_cpu(getattr(torch, name)))
+            for name in ("tensor", "zeros", "ones", "empty", "empty_like")
+        ],
+        # The random states behind dropout and activation recomputation. There is one generator on
+        # the CPU, so both the "CPU state" and the "CUDA state" are the state of that one.
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+    ]
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` with a CUDA device replaced by the CPU."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and "cuda" in str(kwargs["device"]):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type` whose answer for a CPU tensor is the name of the GPU's type."""
+
+    @functools.wraps(original)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    return type_name
+
+
+def _get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.random.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.random.set_rng_state(state)
+
+
+class _Misleading(logging.Filter):
+    """Drops the records of Megatron that say nothing about this program's use of it."""
+
+    TEXTS = (
+        "GPTModel IS DEPRECATED",
+        # Both states are one on the CPU (see above), so this is what must happen.
+        "CPU RNG state changed within GPU RNG context",
+    )
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(text in str(record.msg) for text in self.TEXTS)
+
+
+def _quieten() -> None:
+    """Silence what Megatron says about optional packages that are deliberately not used."""
+    for pattern in (
+        ".*[Aa]pex.*",
+        ".*Transformer Engine.*",
+        ".*transformer_engine.*",
+        "full scope is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=pattern, module="megatron")
+    for name in (
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.tensor_parallel.random",
+    ):
+        logging.getLogger(name).addFilter(_Misleading())
