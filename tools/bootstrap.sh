@@ -105,6 +105,8 @@ make_environment() {
     "$python" -m venv "$venv" >&2 || die "$python cannot make a virtual environment at $venv"
   fi
   [ -x "$venv/bin/python" ] || die "$venv/bin/python does not run; remove $venv and try again"
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >&2 ||
+    die "$venv has no pip; install it there, or set MEGATRON_LOGRA_VENV"
   rm -f "$venv/.megatron_logra-deps" "$venv/.megatron_logra-package"
   say "installing the dependencies (torch among them, about 5 GB; a minute or more) ..."
   if ! command -v cc >/dev/null 2>&1 && ! command -v gcc >/dev/null 2>&1; then
@@ -122,7 +124,8 @@ main() {
     { exec 9>"$venv.lock"; } 2>/dev/null || die "cannot write to $(dirname "$venv")"
     flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
   fi
-  deps_ready || make_environment
+  # Not `deps_ready || make_environment`: bash would ignore failures inside the function.
+  if ! deps_ready; then make_environment; fi
   if ! package_ready; then
     install --no-deps --no-build-isolation --editable "$repo"
     package_key >"$venv/.megatron_logra-package"

@@ -1,0 +1,186 @@
+"""The command line: `megatron-logra COMMAND …`.
+
+Exit codes: 0 done; 2 the user's input is wrong (one line on stderr); 75 stopped on request after
+saving a checkpoint; 1 anything else. torch and Megatron are imported only once a command's
+arguments and configuration are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import megatron_logra
+from megatron_logra.config import load_config
+from megatron_logra.errors import StopRequested, UserError
+
+PROGRAM = "megatron-logra"
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser(command: str) -> _Parser:
+    return _Parser(
+        prog=f"{PROGRAM} {command}", description=COMMANDS[command].__doc__, allow_abbrev=False
+    )
+
+
+def _add_config(parser: _Parser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the configuration, a YAML file")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        default=[],
+        help="changes to it, such as train.steps=10",
+    )
+
+
+def _add_checkpoint(parser: _Parser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint directory (iter_NNNNNNN); default: the run directory's latest, and "
+        "without one the weights that the configuration names",
+    )
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a model; results go to logging.run_dir."""
+    parser = _parser("train")
+    _add_config(parser)
+    parser.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="start N local ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the run directory's latest checkpoint"
+    )
+    args = parser.parse_intermixed_args(argv)
+    if args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc}: expected a number of ranks, 1 or more")
+    if args.nproc > 1:
+        raise UserError(f"--nproc {args.nproc}: several ranks are not supported yet; expected 1")
+    config = load_config(args.config, args.overrides)
+
+    from megatron_logra.rl import trainer
+
+    trainer.run(config, resume=args.resume)
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluate a checkpoint on held-out problems; writes eval.json into the run directory."""
+    parser = _parser("eval")
+    _add_config(parser)
+    _add_checkpoint(parser)
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(args.config, args.overrides)
+
+    from megatron_logra.rl import evaluate
+
+    evaluate.run(config, args.checkpoint)
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Sample responses to prompts."""
+    parser = _parser("generate")
+    _add_config(parser)
+    parser.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="may be given repeatedly"
+    )
+    _add_checkpoint(parser)
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(args.config, args.overrides)
+
+    from megatron_logra.rl import evaluate
+
+    evaluate.generate(config, args.prompt, args.checkpoint)
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """Draw plots and one self-contained HTML page from run directories."""
+    parser = _parser("report")
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run directory; each gets its plots, the first the page",
+    )
+    args = parser.parse_args(argv)
+
+    from megatron_logra import report
+
+    print(report.write_report(args.runs))
+    return 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Say what is installed and usable here, and what each lack switches off."""
+    _parser("doctor").parse_args(argv)
+
+    from megatron_logra import doctor
+
+    return doctor.run()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "eval": evaluate,
+    "generate": generate,
+    "report": report,
+    "doctor": doctor,
+}
+
+
+def _overview() -> str:
+    lines = [f"usage: {PROGRAM} COMMAND ...", "", megatron_logra.__doc__ or "", "", "commands:"]
+    lines += [f"  {name:<9} {command.__doc__}" for name, command in COMMANDS.items()]
+    lines += ["", f"{PROGRAM} COMMAND --help says more about each."]
+    return "\n".join(lines)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv:
+        raise UserError(f"a command is missing; expected one of: {', '.join(COMMANDS)}")
+    if argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if argv[0] == "--version":
+        print(megatron_logra.__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        raise UserError(f"{argv[0]}: no such command; expected one of: {', '.join(COMMANDS)}")
+    return COMMANDS[argv[0]](argv[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; `argv` defaults to the process's arguments."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except SystemExit as exit_:  # argparse, after --help
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except UserError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except StopRequested as stop:
+        reason = " ".join(str(stop).split()) or "stopped on request"
+        print(f"{PROGRAM}: {reason}; go on with --resume", file=sys.stderr)
+        return EXIT_STOPPED
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
