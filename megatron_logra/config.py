@@ -240,13 +240,20 @@ class EnvironmentConfig(Section):
     of {"question", "answer"}) and `score(problem, response_text) -> float`."""
     scorer: Literal["verifier", "math_verify", "exact", "last_integer"] | None = None
     """How a response is scored. Default: reasoning_gym and python use their own `verifier`,
-    jsonl `math_verify`. `last_integer` hands the response's last integer to the verifier."""
+    jsonl `math_verify`. `verifier` sees what stands in the last <answer>…</answer>, if there is
+    one (python: the whole response); `last_integer` hands it the response's last integer
+    (jsonl: equality with the answer)."""
     system_prompt: str | None = None
     """System message put before the question."""
     suffix: str = ""
     """Text appended to the question, such as an instruction about the form of the answer."""
     held_out_fraction: float = Field(0.2, gt=0, lt=1)
     """Share of the problems, chosen by hash, that training never sees."""
+    held_out_path: str | None = None
+    """jsonl: file of the held-out problems; then `held_out_fraction` does not apply, and questions
+    of this file are left out of training."""
+    score_time_limit: float = Field(10.0, gt=0)
+    """Seconds after which scoring a response is given up and the response is not valid."""
 
 
 class TrainConfig(Section):

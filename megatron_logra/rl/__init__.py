@@ -1,0 +1,1 @@
+"""The reinforcement-learning loop: problems, rewards, advantages, losses, training."""
