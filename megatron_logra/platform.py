@@ -2,17 +2,19 @@
 
 Megatron-Core names the device "cuda" in its optimizer, schedules, data parallelism, checkpoints and
 random states. `install()` makes those few names mean the CPU. Everything is a plain replacement of
-one function, so that it holds in every thread and costs nothing where it is not called. With a GPU
-`install()` does nothing.
+one function, so that it holds in every thread and costs nothing where it is not called; torch's own
+tensor factories stay as they are for everybody but Megatron. With a GPU `install()` does nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +22,19 @@ import torch
 from megatron_logra.errors import UserError
 
 CPU = torch.device("cpu")
+
+LITERAL_CUDA = (
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+)
+"""Modules of Megatron that make tensors with a literal device="cuda"."""
+
 _installed = False
 
 
@@ -46,15 +61,19 @@ def install() -> None:
                 "transformer_engine is installed but this machine shows no GPU: Megatron-Core would "
                 "build layers that cannot run here; uninstall it in this environment"
             )
+        # Forward mode compiles these decompositions when first used, from the true factories.
+        from torch._decomp import decompositions_for_jvp  # noqa: F401
+
         for owner, name, stand_in in _stand_ins():
             setattr(owner, name, stand_in)
     _installed = True
 
 
-def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
+def _stand_ins() -> list[tuple[Any, str, Any]]:
     """All replacements: the owner of the name, the name, and what stands in for it."""
     from megatron.core.tensor_parallel import random as megatron_random
 
+    torch_on_cpu = _torch_on_cpu()
     return [
         # Where Megatron asks for "its" device: parameters, buffers, communication results.
         (torch.cuda, "current_device", lambda: CPU),
@@ -67,12 +86,8 @@ def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
         # The optimizers tell parameter types apart by the name that the type has on a GPU.
         (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
-        # Scalars of the schedules, the gradient clipping and the optimizers are made with a
-        # literal device="cuda".
-        *[
-            (torch, name, _on_cpu(getattr(torch, name)))
-            for name in ("tensor", "zeros", "ones", "empty", "empty_like")
-        ],
+        # Scalars, norms and masks that Megatron makes with a literal device="cuda".
+        *[(importlib.import_module(name), "torch", torch_on_cpu) for name in LITERAL_CUDA],
         # The random states behind dropout and activation recomputation. There is one generator on
         # the CPU, so both the "CPU state" and the "CUDA state" are the state of that one.
         (torch.cuda, "manual_seed", torch.manual_seed),
@@ -82,9 +97,16 @@ def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with a CUDA device replaced by the CPU."""
+def _torch_on_cpu() -> ModuleType:
+    """The module torch, but for factories that take device="cuda" for the CPU."""
+    module = ModuleType("torch")
+    vars(module).update(vars(torch))
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(module, name, _on_cpu(getattr(torch, name)))
+    return module
 
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and "cuda" in str(kwargs["device"]):

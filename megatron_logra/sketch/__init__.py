@@ -1,0 +1,1 @@
+"""Low-rank gradient sketches: projections, capture into linears, buffer layout, row-wise rules."""

@@ -1,0 +1,26 @@
+"""Loading Megatron's DistributedOptimizer where its inner optimizer is torch's Adam.
+
+Without Transformer Engine or apex, Megatron-Core 0.19 keeps Adam's `step` as a tensor in the state
+of each parameter, saves it in the parameter groups, and then misses it among the loaded tensors
+(KeyError: 'step'). Here a tensor that was not loaded keeps its value, which `load_state_dict` has
+already set from the parameter groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+
+def allow_loading(optimizer: DistributedOptimizer) -> None:
+    """Make `optimizer` load what it saved; does nothing with a fused Adam."""
+    if HAVE_APEX_OR_TE:
+        return
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def set_all_but_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        set_states(parameter, {"step": None, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_all_but_step

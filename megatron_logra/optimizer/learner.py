@@ -1,0 +1,377 @@
+"""The learner: a model with its data-parallel wrappers, its optimizers and their step.
+
+It builds, for `optimizer.kind: logra`, a DDP over the sketch proxies with the
+`SketchDistributedOptimizer`, chained with Megatron's own optimizer if non-targets are trained; and
+for `adam`, Megatron's DistributedOptimizer alone. The training loop sees one object.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_logra import memory
+from megatron_logra.config import Config, ScheduleConfig
+from megatron_logra.optimizer.adam_state import allow_loading
+from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
+from megatron_logra.optimizer.sketch_optimizer import SketchDistributedOptimizer, StepReport
+from megatron_logra.optimizer.step_control import StepControl
+from megatron_logra.sketch.capture import SketchCapture, SketchProxies
+from megatron_logra.sketch.layout import sketch_layout
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; numbers are None where they do not apply."""
+
+    applied: bool
+    """Whether the weights changed."""
+    reason: str | None = None
+    """Why they did not."""
+    kl_predicted: float | None = None
+    """Predicted KL at α = 1, nats per token."""
+    kl_predicted_scaled: float | None = None
+    """Predicted KL of the step taken, α² times that."""
+    kl_budget: float | None = None
+    """The KL budget."""
+    alpha: float | None = None
+    """α."""
+    kl_realised: float | None = None
+    """Measured KL of the step taken, where it was measured."""
+    update_ratio: float | None = None
+    """‖ΔW‖/‖W‖ over the targets."""
+    sketch_norm: float | None = None
+    """‖S‖ over the targets."""
+    grad_norm: float | None = None
+    """Norm by which gradients were clipped."""
+    lr: float | None = None
+    """Learning rate, where there is one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time of `probe` and `apply`."""
+
+
+class Learner:
+    """Trains model chunks.
+
+    Args:
+        chunks: this rank's model chunks. Weights that are not trained are frozen here.
+        tconfig: their configuration; its gradient functions are set here.
+        cfg: the whole configuration.
+        pg: process groups.
+
+    Raises:
+        UserError: the sketch section does not fit the model.
+    """
+
+    def __init__(
+        self,
+        chunks: list[GPTModel],
+        tconfig: TransformerConfig,
+        cfg: Config,
+        pg: ProcessGroupCollection,
+    ) -> None:
+        if len(chunks) != 1:
+            raise NotImplementedError("several model chunks on one rank")
+        (model,) = chunks
+        self.cfg = cfg
+        self.pg = pg
+        self.update = 0
+        """Updates applied so far."""
+        self.control = StepControl(cfg.step_control)
+        sketched = cfg.optimizer.kind == "logra"
+        train_others = cfg.optimizer.kind == "adam" or cfg.optimizer.non_targets == "adam"
+        capture = None
+        if sketched:
+            factor_dtype = _DTYPES[cfg.step_control.factor_dtype]
+            capture = SketchCapture(model, cfg.sketch, factor_dtype)
+            if not train_others:
+                model.requires_grad_(False)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        # With all weights frozen it has no buffers, and serves as the schedule's model all the same.
+        self.chunks = [_wrap(model, tconfig, ddp_config, pg)]
+        self.config = _optimizer_config(cfg)
+        self.schedulers: list[OptimizerParamScheduler] = []
+        optimizers: list[MegatronOptimizer] = []
+        self.sketch: SketchDistributedOptimizer | None = None
+        self.predictor: PredictedKL | None = None
+        self._sketch_ddp: DistributedDataParallel | None = None
+        if capture is not None:
+            self.predictor = PredictedKL(
+                self.chunks[0],
+                capture,
+                temperature=cfg.rollout.sampling.temperature
+                if cfg.algorithm.name != "sft"
+                else 1.0,
+                chunk=cfg.algorithm.logprob_chunk,
+                rows=cfg.train.micro_batch_size,
+            )
+            self._sketch_ddp = _wrap_proxies(capture, tconfig, ddp_config, pg, cfg.sketch.rank)
+            self.sketch = SketchDistributedOptimizer(
+                self.config,
+                sketch_ddp=self._sketch_ddp,
+                capture=capture,
+                predictor=self.predictor,
+                optimizer=cfg.optimizer,
+                sketch=cfg.sketch,
+                control=self.control,
+                pg=pg,
+            )
+            optimizers.append(self.sketch)
+            if cfg.step_control.mode == "lr":
+                self.schedulers.append(_scheduler(self.sketch, cfg.step_control.lr, cfg))
+        self.adam: DistributedOptimizer | None = None
+        if train_others:
+            chained = get_megatron_optimizer(
+                self.config, self.chunks, pg_collection=pg, use_gloo_process_groups=False
+            )
+            assert isinstance(chained, ChainedOptimizer)
+            (self.adam,) = chained.chained_optimizers
+            allow_loading(self.adam)
+            optimizers.append(self.adam)
+            self.schedulers.append(_scheduler(self.adam, cfg.optimizer.adam, cfg))
+        self.optimizer = ChainedOptimizer(optimizers)
+        tconfig.finalize_model_grads_func = self._finalize_grads
+        tconfig.no_sync_func = self._no_sync
+
+    # --- gradients --------------------------------------------------------------------------
+
+    @property
+    def _ddps(self) -> list[DistributedDataParallel]:
+        return [*self.chunks, *([self._sketch_ddp] if self._sketch_ddp is not None else [])]
+
+    def zero_grad(self) -> None:
+        """Zero sketches and gradients; call it before the forward-backward passes of a step."""
+        for ddp in self._ddps:
+            ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Megatron's schedule runs all micro-batches but the last in here."""
+        with ExitStack() as stack:
+            for ddp in self._ddps:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+    def _finalize_grads(
+        self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Reduce gradients and sketches, and divide both by the global batch's tokens."""
+        finalize_model_grads(model, num_tokens, **kwargs)
+        if self._sketch_ddp is not None:
+            self._sketch_ddp.finish_grad_sync()
+            if num_tokens is not None:  # by now the sum over all ranks
+                self._sketch_ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
+
+    # --- the step ---------------------------------------------------------------------------
+
+    def step(self, probe: ProbeBatch | None, mismatch: float | None = None) -> StepResult:
+        """Take one step from the gradients that the backward passes left.
+
+        Args:
+            probe: responses on which the KL is predicted; needed in mode `kl_budget`.
+            mismatch: mean over the batch's tokens of [rollout logprob - trainer logprob].
+
+        Returns:
+            What happened. If it was not applied, weights, moments, counters, schedules and
+            projections are as they were before.
+        """
+        started = time.perf_counter()
+        lr = self._lr()
+        if self.adam is not None and not all(_finite(chunk) for chunk in self.chunks):
+            return StepResult(applied=False, reason="a gradient is not finite", lr=lr)
+        before = self.control.state_dict()
+        if mismatch is not None and math.isfinite(mismatch):
+            self.control.observe_mismatch(mismatch)
+        old_hidden = None
+        if self.sketch is not None:
+            self.sketch.probe = probe
+            if self._measures_realised() and probe is not None:
+                assert self.predictor is not None
+                old_hidden = self.predictor.hidden(probe)
+        applied, grad_norm, _ = self.optimizer.step()
+        report = self.sketch.report if self.sketch is not None else StepReport()
+        seconds = {"probe": report.probe_seconds}
+        seconds["apply"] = time.perf_counter() - started - seconds["probe"]
+        if not applied:
+            self.control.load_state_dict(before)
+        realised = None
+        if applied:
+            self.update += 1
+            for scheduler in self.schedulers:
+                scheduler.step(1)
+            if old_hidden is not None and probe is not None and self.predictor is not None:
+                realised = self.predictor.realised(probe, old_hidden)
+        scaled = None
+        if report.kl_predicted is not None and report.alpha is not None:
+            scaled = report.alpha**2 * report.kl_predicted
+        return StepResult(
+            applied=applied,
+            reason=None if applied else report.failure or "the optimizer did not step",
+            kl_predicted=report.kl_predicted,
+            kl_predicted_scaled=scaled,
+            kl_budget=report.kl_budget,
+            alpha=report.alpha,
+            kl_realised=realised,
+            update_ratio=report.update_ratio,
+            sketch_norm=report.sketch_norm,
+            grad_norm=float(grad_norm) if grad_norm is not None else None,
+            lr=lr,
+            seconds=seconds,
+        )
+
+    def _measures_realised(self) -> bool:
+        """Every so many updates, and only while the output layer stays what it is."""
+        interval = self.cfg.step_control.realised_kl_interval
+        return interval > 0 and self.update % interval == 0 and self.adam is None
+
+    def _lr(self) -> float | None:
+        if not self.schedulers:
+            return None
+        return float(self.schedulers[0].optimizer.param_groups[0]["lr"])
+
+    # --- accounts ---------------------------------------------------------------------------
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held on this rank by kind, counted from the tensors themselves."""
+        return memory.count(self.chunks, self._sketch_ddp, self.sketch, self.adam)
+
+    def comm_bytes(self) -> dict[str, int]:
+        """Bytes this rank sent over data-parallel collectives in a step: none with one rank."""
+        assert self.pg.dp_cp.size() == 1
+        return {"gradient": 0, "sketch": 0, "parameter": 0}
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]:
+        """State for Megatron's distributed checkpoints.
+
+        Args:
+            model_sharded_state_dict: that of the model chunk, with its own tensors inside.
+            is_loading: whether it is a template to be filled.
+        """
+        state: dict[str, Any] = {
+            "update": self.update,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        }
+        if self.sketch is not None:
+            state["sketch"] = self.sketch.sharded_state_dict(None, is_loading)
+        if self.adam is not None:
+            if is_loading:
+                self.adam._init_optimizer_states_with_dummy_values()
+            state["adam"] = self.adam.sharded_state_dict(
+                model_sharded_state_dict,
+                is_loading,
+                metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+            )
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `sharded_state_dict` described, once the model's weights are loaded."""
+        self.update = state["update"]
+        for scheduler, scheduler_state in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
+        if self.sketch is not None:
+            self.sketch.load_state_dict(state["sketch"])
+        if self.adam is not None:
+            self.adam.load_state_dict(state["adam"])
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _wrap(
+    model: torch.nn.Module,
+    tconfig: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    pg: ProcessGroupCollection,
+) -> DistributedDataParallel:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    layout = DistributedOptimizer.compute_full_param_layout(
+        parameters, None, pg.dp_cp.size(), ddp_config
+    )
+    return DistributedDataParallel(
+        tconfig, ddp_config, model, pg_collection=pg, full_param_layout=layout
+    )
+
+
+def _wrap_proxies(
+    capture: SketchCapture,
+    tconfig: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    pg: ProcessGroupCollection,
+    rank: int,
+) -> DistributedDataParallel:
+    proxies = [target.proxy for target in capture.targets]
+    return DistributedDataParallel(
+        tconfig,
+        ddp_config,
+        SketchProxies(tconfig, capture.targets),
+        pg_collection=pg,
+        full_param_layout=sketch_layout(proxies, rank, pg.dp_cp.size(), ddp_config),
+    )
+
+
+def _optimizer_config(cfg: Config) -> OptimizerConfig:
+    """One configuration for all optimizers of the chain, as Megatron demands."""
+    adam = cfg.optimizer.adam
+    joint = cfg.optimizer.kind == "logra" and cfg.step_control.mode == "lr"
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=adam.lr,
+        min_lr=min(adam.min_lr, adam.lr),
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        bf16=cfg.train.precision == "bf16",
+        params_dtype=_DTYPES[cfg.train.precision],
+        use_distributed_optimizer=True,
+        clip_grad=cfg.step_control.lr.clip_grad if joint else adam.clip_grad,
+    )
+
+
+def _scheduler(
+    optimizer: MegatronOptimizer, schedule: ScheduleConfig, cfg: Config
+) -> OptimizerParamScheduler:
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = schedule.lr, schedule.min_lr
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=schedule.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.decay_steps or max(cfg.train.steps, schedule.warmup_steps + 1),
+        lr_decay_style=schedule.decay,
+        start_wd=schedule.weight_decay,
+        end_wd=schedule.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+
+
+def _finite(ddp: DistributedDataParallel) -> bool:
+    return all(bool(buffer.grad_data.isfinite().all()) for buffer in ddp.buffers)

@@ -1,0 +1,138 @@
+"""fp32 precision for weights that are computed with in bf16.
+
+Sketch updates are tiny against the weights, so they must accumulate in fp32. There are three
+holders with one interface: the weight itself where it is fp32; an fp32 master beside it
+(`sharded`); or the low 16 bits that bf16 lacks (`replicated`), from which the exact fp32 is put
+together while it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+
+class MasterWeight(Protocol):
+    """The fp32 value of one weight [d, k]."""
+
+    def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
+        """W ← decay · W - factor · projection_tᵀ; factor [d, r] and projection_t [k, r] fp32."""
+
+    def value(self) -> torch.Tensor:
+        """The fp32 weight [d, k]; may share memory with the master."""
+
+    def load(self, value: torch.Tensor) -> None:
+        """Set the fp32 weight, and the weight the model computes with."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held besides the weight."""
+
+
+class Fp32Weight:
+    """An fp32 weight is its own master."""
+
+    nbytes = 0
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
+        """See `MasterWeight.update`."""
+        self.weight.addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
+
+    def value(self) -> torch.Tensor:
+        """See `MasterWeight.value`."""
+        return self.weight
+
+    def load(self, value: torch.Tensor) -> None:
+        """See `MasterWeight.load`."""
+        self.weight.copy_(value)
+
+
+class Fp32Master:
+    """A bf16 weight with an fp32 copy beside it (4 more bytes per parameter)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.master = weight.float()
+
+    @property
+    def nbytes(self) -> int:
+        """See `MasterWeight.nbytes`."""
+        return self.master.numel() * 4
+
+    def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
+        """See `MasterWeight.update`."""
+        self.master.addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
+        self.weight.copy_(self.master)
+
+    def value(self) -> torch.Tensor:
+        """See `MasterWeight.value`."""
+        return self.master
+
+    def load(self, value: torch.Tensor) -> None:
+        """See `MasterWeight.load`."""
+        self.master.copy_(value)
+        self.weight.copy_(self.master)
+
+
+class Remainder:
+    """A bf16 weight with the 16 bits it lacks (2 more bytes per parameter), exact in fp32."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.remainder = torch.zeros_like(weight, dtype=torch.int16)
+
+    @property
+    def nbytes(self) -> int:
+        """See `MasterWeight.nbytes`."""
+        return self.remainder.numel() * 2
+
+    def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
+        """See `MasterWeight.update`."""
+        value = self.value().addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
+        self.load(value)
+
+    def value(self) -> torch.Tensor:
+        """See `MasterWeight.value`."""
+        return join_fp32(self.weight, self.remainder)
+
+    def load(self, value: torch.Tensor) -> None:
+        """See `MasterWeight.load`."""
+        high, low = split_fp32(value)
+        self.weight.copy_(high)
+        self.remainder.copy_(low)
+
+
+def split_fp32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 → (nearest bf16, ties away from zero; int16 remainder), without loss.
+
+    The remainder is bits(value) - bits(bf16)·2¹⁶, in [-2¹⁵, 2¹⁵). Ties go away from zero because
+    with ties-to-even both -2¹⁵ and +2¹⁵ would occur, which 16 bits cannot tell apart.
+    """
+    bits = value.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def join_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 that `split_fp32` took apart, bit for bit."""
+    bits = (high.detach().view(torch.int16).int() << 16) + remainder.int()
+    return bits.view(torch.float32)
+
+
+def master_weight(weight: torch.Tensor, kind: Literal["sharded", "replicated"]) -> MasterWeight:
+    """The holder of `weight`'s fp32 value for its type and the configured kind."""
+    weight = weight.detach()
+    if weight.dtype == torch.float32:
+        return Fp32Weight(weight)
+    return Fp32Master(weight) if kind == "sharded" else Remainder(weight)
+
+
+def master_bytes(parameters: int, precision: str, kind: str) -> int:
+    """Bytes that masters take for this many target parameters."""
+    if precision == "fp32":
+        return 0
+    return parameters * (4 if kind == "sharded" else 2)

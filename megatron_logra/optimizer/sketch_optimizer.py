@@ -1,0 +1,343 @@
+"""The sketch optimizer: a Megatron DistributedOptimizer whose parameters are sketch proxies.
+
+Megatron's DDP reduces the sketches over data-parallel ranks and this class's base shards them; the
+base's parameter all-gather then carries the directions, rounded to the wire type, to all ranks.
+What is left is here, in the order of a step (method, section 3):
+
+    prepare_grads          S finite? → direction D → update ratio → gather → predicted KL → α
+    step_with_ready_grads  commit moments → α·D rounded → W -= (α·D) A → next projections
+
+In mode `kl_budget` everything that may fail happens in `prepare_grads`, which reports a failure as
+Megatron's optimizers report an overflow, before any state has changed. In mode `lr` the direction
+waits for the clipping that Megatron does between the two.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_logra.config import OptimizerSection, SketchConfig
+from megatron_logra.optimizer.master_weights import master_weight
+from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
+from megatron_logra.optimizer.step_control import StepControl
+from megatron_logra.sketch.capture import SketchCapture
+from megatron_logra.sketch.row_adam import row_factors, updated_moment
+
+
+@dataclass
+class StepReport:
+    """What the last step did; numbers are None where they do not apply."""
+
+    failure: str | None = None
+    """Why the step was not taken."""
+    kl_predicted: float | None = None
+    """Predicted KL at α = 1, nats per token."""
+    kl_budget: float | None = None
+    """The budget it was held to."""
+    alpha: float | None = None
+    """Factor on the direction."""
+    update_ratio: float | None = None
+    """‖ΔW‖/‖W‖ over all targets, α included."""
+    sketch_norm: float | None = None
+    """‖S‖ over all targets."""
+    probe_seconds: float = 0.0
+    """Time of the prediction."""
+
+
+class SketchDistributedOptimizer(DistributedOptimizer):
+    """Row-wise optimizer over sketches; see the module's docstring.
+
+    Args:
+        config: Megatron's optimizer configuration; `clip_grad` counts in mode `lr` only.
+        sketch_ddp: Megatron's DDP over the chunk's `SketchProxies`.
+        capture: the hooks, targets and projections of the chunk.
+        predictor: measures the predicted KL; unused in mode `lr`.
+        optimizer: the optimizer section of the configuration.
+        sketch: its sketch section.
+        control: budget and α.
+        pg: process groups.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        *,
+        sketch_ddp: DistributedDataParallel,
+        capture: SketchCapture,
+        predictor: PredictedKL,
+        optimizer: OptimizerSection,
+        sketch: SketchConfig,
+        control: StepControl,
+        pg: ProcessGroupCollection,
+    ) -> None:
+        group = {
+            "params": [target.proxy for target in capture.targets],
+            "lr": config.lr,
+            "weight_decay": 0.0,
+            "wd_mult": 1.0,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+        }
+        super().__init__(
+            torch.optim.SGD([group]),  # only its parameter groups are used
+            config,
+            None,
+            lambda *_: None,  # no state in the inner optimizer
+            model_chunks=[sketch_ddp],
+            per_model_buffers={0: sketch_ddp.buffers},
+            data_parallel_group=pg.dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+        self.grad_stats_parallel_group = pg.intra_dist_opt
+        self.tp_group = pg.tp
+        self.capture = capture
+        self.predictor = predictor
+        self.settings = optimizer
+        self.sketch = sketch
+        self.control = control
+        self.probe: ProbeBatch | None = None
+        """The responses for the next prediction; set before each step in mode `kl_budget`."""
+        self.update = 0
+        """Updates applied so far; keys the projections."""
+        self.report = StepReport()
+        self._ranges = [
+            self._get_model_param_range_map(target.proxy)["param"] for target in capture.targets
+        ]
+        self.moments = [
+            torch.zeros(span.size // sketch.rank, device=target.weight.device)
+            for target, span in zip(capture.targets, self._ranges, strict=True)
+        ]
+        self.masters = [
+            master_weight(target.weight, optimizer.master) for target in capture.targets
+        ]
+        self._new_moments: list[torch.Tensor] = []
+        self._copy_model_grads_to_main_grads()
+        self._redraw()
+
+    @property
+    def _lr_mode(self) -> bool:
+        return self.control.config.mode == "lr"
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Let each main parameter's `grad` be this rank's rows of S, in the DDP buffer itself.
+
+        The base's fp32 copies of bf16 proxies are given up for the same memory: a direction is
+        made in place of its sketch.
+        """
+        for target, span in zip(self.capture.targets, self._ranges, strict=True):
+            main_param = self._main_param(target.proxy)
+            main_grad = target.proxy.main_grad.view(-1)[span.start : span.end]
+            if main_param.dtype != target.proxy.dtype:
+                main_param.data = main_grad  # a bf16 proxy; an fp32 one's is its own shard
+            main_param.grad = main_grad
+
+    def _main_param(self, proxy: torch.nn.Parameter) -> torch.Tensor:
+        group_index, order = self.model_param_group_index_map[proxy]
+        return self.optimizer.param_groups[group_index]["params"][order]
+
+    def _own_sketches(self) -> list[torch.Tensor]:
+        """This rank's rows of every S (or of D, once made), [rows, r] float32 views."""
+        return [
+            target.proxy.main_grad.view(-1)[span.start : span.end].view(-1, self.sketch.rank)
+            for target, span in zip(self.capture.targets, self._ranges, strict=True)
+        ]
+
+    # --- the step ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Everything before the weights change; True (as for an overflow) if the step must not be.
+
+        The reason is in `report.failure`. No moment, counter, weight or projection has changed.
+        """
+        self.report = StepReport()
+        super().prepare_grads()
+        norm = _norm(self._own_sketches())
+        self.report.sketch_norm = norm
+        if not math.isfinite(norm):
+            self.report.failure = "a sketch is not finite"
+            return True
+        if self._lr_mode:
+            return False
+        self._make_direction()
+        self._scale_to_update_ratio()
+        self._gather_direction()
+        return not self._choose_alpha()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Commit: moments, weights, counter and the next projections."""
+        if self._lr_mode:
+            group = self.optimizer.param_groups[0]
+            self._make_direction()
+            self.report.update_ratio = group["lr"] * self._direction_ratio()
+            self._gather_direction()
+            self._apply(group["lr"], decay=1 - group["lr"] * group["weight_decay"])
+        else:
+            assert self.report.alpha is not None
+            self._apply(self.report.alpha, decay=1.0)
+        self.moments = self._new_moments
+        self._new_moments = []
+        self.update += 1
+        self._redraw()
+        return True
+
+    def _make_direction(self) -> None:
+        """S → D in place, for this rank's rows; the new moments are kept aside."""
+        settings, sketches = self.settings, self._own_sketches()
+        self._new_moments = [
+            updated_moment(v, s, settings.beta2)
+            for v, s in zip(self.moments, sketches, strict=True)
+        ]
+        factors = row_factors(
+            settings.rule,
+            sketches,
+            self._new_moments,
+            [target.rows for target in self.capture.targets],
+            beta2=settings.beta2,
+            eps=settings.eps,
+            step=self.update + 1,
+            reduce_sums=lambda sums: sums,
+        )
+        for s, factor in zip(sketches, factors, strict=True):
+            s.mul_(factor.unsqueeze(1))
+
+    def _scale_to_update_ratio(self) -> None:
+        """Scale all D together so that ‖D A‖ = ρ ‖W‖ over all targets."""
+        ratio = self._direction_ratio()
+        if ratio == 0:
+            return
+        factor = self.control.config.update_ratio / ratio
+        for d in self._own_sketches():
+            d.mul_(factor)
+
+    def _reconstructed_squares(self) -> list[torch.Tensor]:
+        """‖X A‖² of each target for X = S or D, float64 scalars, through the r × r Gram matrix."""
+        return [
+            ((x @ self.capture.projections.gram(index)) * x).sum(dtype=torch.float64)
+            for index, x in enumerate(self._own_sketches())
+        ]
+
+    def _direction_ratio(self) -> float:
+        """‖D A‖ / ‖W‖ over all targets."""
+        square = float(torch.stack(self._reconstructed_squares()).sum())
+        weights = _norm([target.weight for target in self.capture.targets])
+        return math.sqrt(max(0.0, square)) / weights
+
+    def _gather_direction(self) -> None:
+        """Round own rows to the wire type into the proxies' buffer, and gather all rows."""
+        for target, span, d in zip(
+            self.capture.targets, self._ranges, self._own_sketches(), strict=True
+        ):
+            target.proxy.view(-1)[span.start : span.end].copy_(d.view(-1))
+        for chunk in self.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def _choose_alpha(self) -> bool:
+        started = time.perf_counter()
+        if self.probe is None:
+            raise RuntimeError("step_control.mode kl_budget: set `probe` before each step")
+        report = self.report
+        report.kl_predicted = self.predictor.predict(self.probe)
+        report.kl_budget = self.control.budget(self.update)
+        report.probe_seconds = time.perf_counter() - started
+        try:
+            report.alpha = self.control.alpha(report.kl_predicted, report.kl_budget)
+        except ValueError as error:
+            report.failure = str(error)
+            return False
+        report.update_ratio = self._direction_ratio() * report.alpha
+        return True
+
+    def _apply(self, scale: float, *, decay: float) -> None:
+        """W ← decay·W - F A with F = scale·D rounded to the wire type, the same on every holder."""
+        projections = self.capture.projections
+        for index, (target, master) in enumerate(
+            zip(self.capture.targets, self.masters, strict=True)
+        ):
+            target.proxy.copy_(target.proxy.float().mul_(scale))
+            factor = target.proxy.float().mul_(projections.scale)
+            master.update(factor, projections.transposed(index, torch.float32), decay)
+
+    def _redraw(self) -> None:
+        if self.update % self.sketch.refresh == 0:
+            self.capture.projections.redraw(self.update // self.sketch.refresh)
+
+    # --- Megatron's interface ---------------------------------------------------------------
+
+    def get_grads_for_grad_norm(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """Tensors whose joint norm is that of the reconstructed gradient S A (mode `lr`)."""
+        if not self._lr_mode:
+            return []  # no clipping: the sketches take no part in the joint norm
+        return [square.clamp_min(0).sqrt().float() for square in self._reconstructed_squares()]
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """Main parameters whose `grad` may be clipped: none in mode `kl_budget`."""
+        return super().get_parameters() if self._lr_mode else []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The DDP buffer is zeroed by `zero_grad_buffer`."""
+
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Take the targets' current weights as the masters' value."""
+        assert state_dict is None, "masters are reloaded from the model's own weights"
+        for target, master in zip(self.capture.targets, self.masters, strict=True):
+            master.load(target.weight.detach().float())
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and step control; tensors are in `sharded_state_dict`."""
+        return {"update": self.update, "step_control": self.control.state_dict()}
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any] | None = None,
+        is_loading: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Counters, row moments [d] and fp32 weights [d, k]; A and S describe nothing."""
+        tensors: dict[str, ShardedTensor] = {}
+        for target, moment, master in zip(
+            self.capture.targets, self.moments, self.masters, strict=True
+        ):
+            for key, value in (("row_moment", moment), ("master", master.value())):
+                if key == "master" and master.nbytes == 0:
+                    continue  # an fp32 weight is in the model's own state
+                data = torch.empty_like(value) if is_loading else value
+                name = f"optimizer.sketch.{key}.{target.name}"
+                tensors[name] = ShardedTensor.from_rank_offsets(name, data)
+        return {"common": self.state_dict(), "tensors": tensors}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `sharded_state_dict` gave, after Megatron has filled its tensors."""
+        self.update = state_dict["common"]["update"]
+        self.control.load_state_dict(state_dict["common"]["step_control"])
+        tensors = state_dict["tensors"]
+        for target, moment, master in zip(
+            self.capture.targets, self.moments, self.masters, strict=True
+        ):
+            moment.copy_(tensors[f"optimizer.sketch.row_moment.{target.name}"])
+            if master.nbytes:
+                master.load(tensors[f"optimizer.sketch.master.{target.name}"])
+        self.capture.projections.redraw(self.update // self.sketch.refresh)
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    """Joint L2 norm, summed in float64."""
+    squares = [torch.linalg.vector_norm(t, dtype=torch.float32).double() ** 2 for t in tensors]
+    return float(torch.stack(squares).sum().sqrt())
