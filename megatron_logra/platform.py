@@ -61,9 +61,6 @@ def install() -> None:
                 "transformer_engine is installed but this machine shows no GPU: Megatron-Core would "
                 "build layers that cannot run here; uninstall it in this environment"
             )
-        # Forward mode compiles these decompositions when first used, from the true factories.
-        from torch._decomp import decompositions_for_jvp  # noqa: F401
-
         for owner, name, stand_in in _stand_ins():
             setattr(owner, name, stand_in)
     _installed = True
