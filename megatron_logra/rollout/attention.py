@@ -1,0 +1,113 @@
+"""Quicker attention for decoding with Megatron's local (unfused) layers.
+
+Megatron's static KV cache keeps keys without their rotary embedding and rotates all of them at every
+step, and its unfused attention copies keys and values once per query head. Both costs grow with the
+length of the sequence and exceed those of the weights after a few dozen tokens. While the context
+manager is open, keys are rotated once, when they enter the cache, and a decode step reads the cache
+in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor, nn
+
+
+@contextmanager
+def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
+    """Let `model` decode as described above, over sequences of up to `length` tokens.
+
+    Only the attention cores of the local layers with rotary embeddings are replaced, and put back at
+    the end; other models (Transformer Engine's attention is quick by itself) are left as they are.
+    Within, every forward pass needs a fresh static inference context or one filled within.
+    """
+    cores = [
+        module
+        for module in model.modules()
+        if isinstance(module, SelfAttention) and type(module.core_attention) is DotProductAttention
+    ]
+    config = model.config
+    supported = (
+        len(cores) == len(model.decoder.layers)
+        and model.position_embedding_type == "rope"
+        and not (config.no_rope_freq or config.flash_decode or config.multi_latent_attention)
+    )
+    if not supported:
+        yield
+        return
+    angles = model.rotary_pos_emb(length)
+    originals = [module.core_attention for module in cores]
+    position_embedding_type = model.position_embedding_type
+    try:
+        # Megatron's own layers do not rotate anything then: the cores below do.
+        model.position_embedding_type = "none"
+        for module, original in zip(cores, originals, strict=True):
+            module.core_attention = _DecodingCore(original, angles)
+        yield
+    finally:
+        model.position_embedding_type = position_embedding_type
+        for module, original in zip(cores, originals, strict=True):
+            module.core_attention = original
+
+
+class _DecodingCore(nn.Module):
+    """Rotates queries and new keys, and attends from one query position to all cached keys."""
+
+    def __init__(self, original: DotProductAttention, angles: Tensor) -> None:
+        super().__init__()
+        self.original = original
+        self.angles = angles  # [length, 1, 1, rotated channels] float32
+        softmax = original.scale_mask_softmax
+        self.scale = original.softmax_scale * (1.0 if softmax.scale is None else softmax.scale)
+        self.plain = softmax.window_size is None and original.softmax_offset is None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """[new, b, heads, c], twice [all, b, groups, c] → [new, b, heads · c].
+
+        `key` is a view of the cache whose last `new` positions are rotated in place.
+        """
+        new, total = query.size(0), key.size(0)
+        angles = self.angles[total - new : total]
+        query = self._rotate(query, angles)
+        key[total - new :] = self._rotate(key[total - new :], angles)
+        if new > 1 or not self.plain:
+            return self.original(query, key, value, attention_mask, **options)
+        _, batch, heads, channels = query.shape
+        groups = key.size(2)
+        # The query heads that share a key head are the rows of one small matrix product.
+        query = query.reshape(batch * groups, heads // groups, channels)
+        key = key.reshape(total, batch * groups, channels).permute(1, 2, 0)
+        value = value.reshape(total, batch * groups, channels).transpose(0, 1)
+        if query.device.type == "cpu" and query.dtype != torch.float32:
+            # Strided bf16 products are copied element by element there; fp32 ones are not.
+            result = _attend(query.float(), key.float(), value.float(), self.scale).to(value.dtype)
+        else:
+            result = _attend(query, key, value, self.scale)
+        return result.reshape(1, batch, heads * channels)
+
+    def _rotate(self, tensor: Tensor, angles: Tensor) -> Tensor:
+        original = self.original
+        return apply_rotary_pos_emb(
+            tensor, angles, config=original.config, cp_group=original.pg_collection.cp
+        )
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[n, m, c], [n, c, k], [n, k, c] → [n, m, c]; the softmax is taken in float32."""
+    scores = torch.bmm(query, key).float().mul_(scale)
+    return torch.bmm(scores.softmax(dim=-1).to(value.dtype), value)

@@ -1,0 +1,304 @@
+"""Batched generation through Megatron's static KV cache, with the trainer's own weights.
+
+The rows of a wave share one length: Megatron's static cache has a single write position. The prompts
+are run up to the length of the wave's shortest one, once for rows with the same tokens; what longer
+prompts have left is then fed token by token while shorter ones already generate. So no row is ever
+padded: positions and attention are those of the training forward pass, whatever the layers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megatron_logra import platform
+from megatron_logra.config import SamplingConfig
+from megatron_logra.errors import UserError
+from megatron_logra.rollout.attention import quick_decoding
+from megatron_logra.rollout.sampling import noise, sample
+
+_PREFILL_TOKENS = 4096  # prompt tokens of one forward pass, at least one prompt
+_MOST_FED = 128  # prompt tokens fed one by one; a longer prompt goes into a later wave
+
+
+@dataclass
+class Response:
+    """What was generated after a prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """Generated tokens; a token that ended the response is the last one."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each token under the distribution it was drawn from, in nats."""
+    finish_reason: Literal["stop", "length"] = "length"
+    """`stop`: a stop token; `length`: the largest number of tokens was reached."""
+
+
+@dataclass
+class _Row:
+    """A response that is being generated."""
+
+    prompt: Sequence[int]
+    sample: int
+    limit: int  # tokens it may have
+    response: Response
+
+
+class StaticEngine:
+    """Generates with a GPTModel; keeps nothing between calls, so weights may change in between.
+
+    Args:
+        model: a GPTModel, or Megatron's wrapper around one.
+        stop_ids: tokens that end a response.
+        pad_id: kept for the common interface of engines; nothing is padded here.
+        max_sequence_length: most tokens of a prompt and its response together.
+        batch_size: sequences that are decoded at once.
+        pg: the model's process groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_ids: Collection[int],
+        pad_id: int,
+        max_sequence_length: int,
+        batch_size: int,
+        pg: ProcessGroupCollection,
+    ) -> None:
+        if pg.pp.size() > 1 or pg.cp.size() > 1:
+            raise UserError(
+                "rollout.engine=static: expected parallel.pipeline=1 and parallel.context=1, "
+                f"got {pg.pp.size()} and {pg.cp.size()}"
+            )
+        self.model = unwrap_model(model)
+        self.stop_ids = frozenset(stop_ids)
+        self.pad_id = pad_id
+        self.max_sequence_length = min(max_sequence_length, self.model.max_sequence_length)
+        self.batch_size = batch_size
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        update: int,
+        stream: str = "rollout",
+        first_sample: int = 0,
+        stop_token_ids: Collection[int] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Response]]:
+        """Generate `samples_per_prompt` responses to every prompt.
+
+        Response j to prompt i has the sample index first_sample + i·samples_per_prompt + j; its
+        tokens depend on (seed, update, stream), this index, the weights and the prompt alone.
+
+        Args:
+            prompts: token ids.
+            samples_per_prompt: responses per prompt.
+            sampling: distribution and longest response; `sampling.stop` is not read here.
+            seed: seed of the run.
+            update: number of applied updates, so that each policy version has its own noise.
+            stream: name of the noise, such as `rollout` or `eval`.
+            first_sample: sample index of the first response.
+            stop_token_ids: further tokens that end a response.
+            progress: called with the numbers of finished and of all responses, as they change.
+
+        Returns:
+            One list of responses a prompt, in the order of the prompts.
+
+        Raises:
+            UserError: a prompt is empty or leaves no room for a response.
+            FloatingPointError: the model's logits are not finite.
+        """
+        self._check(prompts)
+        responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
+        rows = [
+            _Row(
+                prompt=prompt,
+                sample=first_sample + i * samples_per_prompt + j,
+                limit=min(sampling.max_tokens, self.max_sequence_length - len(prompt)),
+                response=response,
+            )
+            for i, prompt in enumerate(prompts)
+            for j, response in enumerate(responses[i])
+        ]
+        stops = self.stop_ids | frozenset(stop_token_ids)
+        finished = 0
+
+        def choose(logits: Tensor, rows: list[_Row]) -> list[bool]:
+            """Append a token to every row's response; tells which rows have ended."""
+            nonlocal finished
+            places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
+            uniforms = noise(
+                *places.to(logits.device).T, seed=seed, update=update, stream=stream
+            )
+            tokens, logprobs = sample(logits, uniforms, sampling)
+            ended = []
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                row.response.token_ids.append(token)
+                row.response.logprobs.append(logprob)
+                if token in stops:
+                    row.response.finish_reason = "stop"
+                ended.append(token in stops or len(row.response.token_ids) == row.limit)
+            if progress is not None and any(ended):
+                finished += sum(ended)
+                progress(finished, len(prompts) * samples_per_prompt)
+            return ended
+
+        with _generating(self.model, self.max_sequence_length):
+            for wave in _waves(rows, self.batch_size):
+                self._run(wave, choose)
+        return responses
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < self.max_sequence_length:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens: expected 1 to "
+                    f"{self.max_sequence_length - 1}, since prompt and response together may have "
+                    f"{self.max_sequence_length}"
+                )
+
+    def _run(self, rows: list[_Row], choose: Callable[[Tensor, list[_Row]], list[bool]]) -> None:
+        """Generate the responses of one wave."""
+        length = min(len(row.prompt) for row in rows)
+        logits, context = self._prefill(rows, length)
+        while True:
+            # `logits` are those of the token at position `length` of every row.
+            writing = [i for i, row in enumerate(rows) if len(row.prompt) <= length]
+            if len(writing) == len(rows):
+                ended = choose(logits, rows)
+            else:
+                ended = [False] * len(rows)
+                if writing:
+                    chosen = choose(logits[writing], [rows[i] for i in writing])
+                    for i, end in zip(writing, chosen, strict=True):
+                        ended[i] = end
+            rows = _drop(rows, ended, context)
+            if not rows:
+                return
+            tokens = [
+                row.prompt[length] if length < len(row.prompt) else row.response.token_ids[-1]
+                for row in rows
+            ]
+            logits = self._forward(torch.tensor(tokens)[:, None], context)
+            length += 1
+
+    def _prefill(self, rows: list[_Row], length: int) -> tuple[Tensor, StaticInferenceContext]:
+        """Run the first `length` prompt tokens, once for rows that agree in them.
+
+        Returns:
+            The last position's logits [rows, vocabulary], and a cache of all rows.
+        """
+        sharers: dict[tuple[int, ...], list[int]] = {}
+        for i, row in enumerate(rows):
+            sharers.setdefault(tuple(row.prompt[:length]), []).append(i)
+        distinct = list(sharers.items())
+        # The last token of a response is never fed.
+        capacity = max(len(row.prompt) + row.limit - 1 for row in rows)
+        context = StaticInferenceContext(len(rows), capacity)
+        logits: Tensor | None = None
+        step = max(1, _PREFILL_TOKENS // length)
+        for start in range(0, len(distinct), step):
+            part = distinct[start : start + step]
+            small = StaticInferenceContext(len(part), length)
+            result = self._forward(torch.tensor([list(tokens) for tokens, _ in part]), small)
+            source = [k for k, (_, users) in enumerate(part) for _ in users]
+            target = [i for _, users in part for i in users]
+            if logits is None:
+                logits = result.new_empty(len(rows), result.size(-1))
+            logits[target] = result[source]
+            for layer, pair in small.key_value_memory_dict.items():
+                if layer not in context.key_value_memory_dict:
+                    context.key_value_memory_dict[layer] = tuple(
+                        memory.new_empty(capacity, len(rows), *memory.shape[2:]) for memory in pair
+                    )
+                for memory, filled in zip(
+                    context.key_value_memory_dict[layer], pair, strict=True
+                ):
+                    memory[:length, target] = filled[:, source]
+        assert logits is not None
+        context.increment_sequence_len_offset(length)
+        context.enable_decode_mode()
+        return logits, context
+
+    def _forward(self, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
+        """Feed tokens [rows, s] (s = 1 unless the cache is empty) → logits [rows, vocabulary]."""
+        rows, new = tokens.shape
+        device = platform.device()
+        start = context.sequence_len_offset
+        positions = torch.arange(start, start + new, device=device).expand(rows, new)
+        mask = None
+        if new > 1:
+            mask = torch.ones(1, 1, new, new, dtype=torch.bool, device=device).triu_(1)
+        logits = self.model(
+            tokens.to(device),
+            positions,
+            mask,
+            inference_context=context,
+            runtime_gather_output=True,
+        )
+        context.increment_sequence_len_offset(new)
+        return logits[:, -1]
+
+
+def _waves(rows: list[_Row], batch_size: int) -> Iterator[list[_Row]]:
+    """Split rows into batches of prompts of similar length.
+
+    Feeding a prompt's rest takes no more steps than its response may, or a wave of its own is better.
+    """
+    wave: list[_Row] = []
+    for row in sorted(rows, key=lambda row: len(row.prompt)):
+        fed = len(row.prompt) - len(wave[0].prompt) if wave else 0
+        if len(wave) == batch_size or fed > min(row.limit, _MOST_FED):
+            yield wave
+            wave = []
+        wave.append(row)
+    if wave:
+        yield wave
+
+
+def _drop(rows: list[_Row], ended: list[bool], context: StaticInferenceContext) -> list[_Row]:
+    """Take ended rows out of the batch: the last rows move into their places in the cache.
+
+    Megatron reads only as many rows of the cache as it gets tokens for.
+    """
+    left = len(rows) - sum(ended)
+    holes = [i for i in range(left) if ended[i]]
+    movers = [i for i in range(left, len(rows)) if not ended[i]]
+    if holes:
+        filled = context.sequence_len_offset
+        for pair in context.key_value_memory_dict.values():
+            for memory in pair:
+                memory[:filled, holes] = memory[:filled, movers]
+    rows = list(rows)
+    for hole, mover in zip(holes, movers, strict=True):
+        rows[hole] = rows[mover]
+    return rows[:left]
+
+
+@contextmanager
+def _generating(model: nn.Module, length: int) -> Iterator[None]:
+    """No gradients, evaluation mode, and afterwards every module in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(InferenceMode.active())
+        stack.enter_context(quick_decoding(model, length))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
