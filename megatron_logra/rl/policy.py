@@ -1,0 +1,108 @@
+"""The model with its tokenizer and ranks, as training, evaluation and generation need it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_logra import checkpoint, distributed
+from megatron_logra.config import Config, SamplingConfig
+from megatron_logra.errors import UserError
+from megatron_logra.model.gpt import GPTArguments, build_model, transformer_config
+from megatron_logra.model.huggingface import load_hf_weights
+from megatron_logra.model.tokenizer import Tokenizer, load_tokenizer
+from megatron_logra.rollout.static_engine import StaticEngine
+
+_IDENTITY = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "normalization", "layernorm_epsilon", "gated_linear_unit", "qk_layernorm"),
+    *("add_bias_linear", "add_qkv_bias"),
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model on this rank and what belongs to it."""
+
+    config: Config
+    pg: ProcessGroupCollection
+    tconfig: TransformerConfig
+    arguments: GPTArguments
+    model: GPTModel
+    tokenizer: Tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return min(self.config.train.seq_length, self.arguments.max_sequence_length)
+
+    def description(self) -> dict[str, Any]:
+        """What makes a checkpoint one of this model: plain values, the layout left out."""
+        model = {name: getattr(self.tconfig, name) for name in _IDENTITY}
+        activation = getattr(self.tconfig.activation_func, "__name__", "unknown")
+        arguments = {k: v for k, v in asdict(self.arguments).items() if k not in _NOT_IDENTITY}
+        return {**model, "activation_func": activation, **arguments}
+
+    def engine(self) -> StaticEngine:
+        """A generator over this model's own weights."""
+        return StaticEngine(
+            self.model,
+            stop_ids=self.tokenizer.stop_ids,
+            pad_id=self.tokenizer.pad_id,
+            max_sequence_length=self.max_length,
+            batch_size=self.config.rollout.batch_size,
+            pg=self.pg,
+        )
+
+    def stop_tokens(self, sampling: SamplingConfig) -> frozenset[int]:
+        """The ids of `sampling.stop`.
+
+        Raises:
+            UserError: a text is not a single token.
+        """
+        ids = set()
+        for text in sampling.stop:
+            tokens = self.tokenizer.encode(text)
+            if len(tokens) != 1:
+                raise UserError(
+                    f"rollout.sampling.stop: expected texts of one token each, but {text!r} has "
+                    f"{len(tokens)}"
+                )
+            ids.add(tokens[0])
+        return frozenset(ids)
+
+    def load_weights(self, path: Path) -> dict[str, Any]:
+        """Take over the weights of a checkpoint of this model; returns its description.
+
+        Raises:
+            UserError: the checkpoint is missing, damaged, or of another model.
+        """
+        description = checkpoint.read_description(path)
+        checkpoint.require_same(path, description["model"], self.description(), "model")
+        loaded = checkpoint.load(path, checkpoint.weights_state([self.model]))
+        checkpoint.set_weights([self.model], loaded)
+        return description
+
+
+# The length only bounds what may be fed, and the seed no longer matters once there are weights.
+_NOT_IDENTITY = ("max_sequence_length", "seed")
+
+
+def build_policy(config: Config) -> Policy:
+    """Join the ranks, build the model and give it its first weights (random, or of `model.hf`).
+
+    Raises:
+        UserError: the configuration does not fit the model, its files or the machine.
+    """
+    pg = distributed.initialize(config.parallel, config.train.seed)
+    tconfig, arguments = transformer_config(config)
+    tokenizer = load_tokenizer(config.model, arguments.vocab_size)
+    model = build_model(tconfig, arguments, pg)
+    if config.model.hf is not None:
+        load_hf_weights(config.model.hf, model)
+    return Policy(config, pg, tconfig, arguments, model, tokenizer)

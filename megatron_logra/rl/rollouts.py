@@ -1,0 +1,213 @@
+"""From problems to scored responses, and the samples of them that are kept on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_logra.config import SamplingConfig
+from megatron_logra.errors import UserError
+from megatron_logra.rl.advantages import zero_variance_fraction
+from megatron_logra.rl.environments import Environment, Problem, Score
+from megatron_logra.rl.policy import Policy
+from megatron_logra.rollout.static_engine import Response
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One response to a problem, with the tokens and logprobs exactly as they were sampled."""
+
+    problem: Problem
+    prompt_ids: list[int]
+    response: Response
+    text: str
+    """The response as its scorer reads it: decoded, without special tokens."""
+    score: Score
+    reward: float
+    """The score, or the failure reward where there is none."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The scored responses of one batch."""
+
+    groups: list[list[Rollout]]
+    """[problems][samples]"""
+    generation_s: float
+    scoring_s: float
+
+    @property
+    def all(self) -> list[Rollout]:
+        """Problem by problem."""
+        return [rollout for group in self.groups for rollout in group]
+
+    def rewards(self) -> list[list[float]]:
+        """[problems][samples]"""
+        return [[rollout.reward for rollout in group] for group in self.groups]
+
+
+class RolloutMaker:
+    """Generates responses with a policy and has the environment score them."""
+
+    def __init__(self, policy: Policy, environment: Environment) -> None:
+        self.policy = policy
+        self.environment = environment
+        self.engine = policy.engine()
+
+    def make(
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        sampling: SamplingConfig,
+        *,
+        update: int,
+        stream: str,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Rollouts:
+        """Sample `samples` responses to each problem and score them.
+
+        Args:
+            problems: the prompts.
+            samples: responses per problem.
+            sampling: how to sample.
+            update: step index; with the seed, it keys the noise.
+            stream: name of the noise's stream.
+            progress: told the numbers of finished and of all responses.
+
+        Raises:
+            UserError: a prompt leaves no room for a response; names the problem.
+        """
+        started = time.perf_counter()
+        prompts = [self.prompt(problem) for problem in problems]
+        responses = self.engine.generate(
+            prompts,
+            samples,
+            sampling,
+            seed=self.policy.config.train.seed,
+            update=update,
+            stream=stream,
+            stop_token_ids=self.policy.stop_tokens(sampling),
+            progress=progress,
+        )
+        generated = time.perf_counter()
+        decode = self.policy.tokenizer.decode
+        texts = [[decode(response.token_ids) for response in group] for group in responses]
+        asked = [problem for problem in problems for _ in range(samples)]
+        scores = iter(
+            self.environment.score_all(asked, [text for group in texts for text in group])
+        )
+        failure = self.policy.config.algorithm.failure_reward
+        groups = []
+        for problem, prompt, group, group_texts in zip(
+            problems, prompts, responses, texts, strict=True
+        ):
+            rollouts = []
+            for response, text in zip(group, group_texts, strict=True):
+                score = next(scores)
+                reward = score.value if score.valid else failure
+                rollouts.append(Rollout(problem, prompt, response, text, score, reward))
+            groups.append(rollouts)
+        return Rollouts(groups, generated - started, time.perf_counter() - generated)
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """The tokens of a problem.
+
+        Raises:
+            UserError: they leave no room for a response.
+        """
+        tokens = self.policy.tokenizer.encode_chat(problem.messages)
+        longest = self.policy.max_length - 1
+        if len(tokens) > longest:
+            raise UserError(
+                f"train.seq_length: the prompt of problem {problem.id} has {len(tokens)} tokens; "
+                f"expected at most {longest}, so that a response fits in"
+            )
+        return tokens
+
+
+def metrics(rollouts: Rollouts) -> dict[str, float | None]:
+    """The `reward/*` and `rollout/*` figures of a batch, and its `time/*`."""
+    every = rollouts.all
+    rewards = [rollout.reward for rollout in every]
+    tokens = sum(len(rollout.response.token_ids) for rollout in every)
+    mean = sum(rewards) / len(rewards)
+    result: dict[str, float | None] = {
+        "time/rollout_s": rollouts.generation_s,
+        "time/reward_s": rollouts.scoring_s,
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        "reward/zero_variance_groups": zero_variance_fraction(torch.tensor(rollouts.rewards())),
+        "reward/invalid": _fraction(not rollout.score.valid for rollout in every),
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_s": tokens / max(rollouts.generation_s, 1e-9),
+        "rollout/length_mean": tokens / len(every),
+        "rollout/truncated": _fraction(
+            rollout.response.finish_reason == "length" for rollout in every
+        ),
+    }
+    names = sorted({rollout.problem.environment for rollout in every})
+    if len(names) > 1:
+        for name in names:
+            own = [rollout.reward for rollout in every if rollout.problem.environment == name]
+            result[f"reward/{name}/mean"] = sum(own) / len(own)
+    return result
+
+
+class SampleLog:
+    """`rollouts/step_NNNNNNN.jsonl`: a few sampled texts of each step, and of so many steps."""
+
+    def __init__(self, run_dir: Path, per_step: int, kept: int) -> None:
+        self.directory = run_dir / "rollouts"
+        self.per_step = per_step
+        self.kept = kept
+        if per_step:
+            self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
+        """Keep responses that are evenly spaced over the batch; `advantages` are in its order."""
+        if not self.per_step:
+            return
+        every = rollouts.all
+        lines = []
+        for place in evenly_spaced(len(every), self.per_step):
+            rollout = every[place]
+            lines.append(json.dumps(_sample(rollout, advantages[place], step), ensure_ascii=False))
+        path = self.directory / f"step_{step:07d}.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for old in sorted(self.directory.glob("step_*.jsonl"))[: -self.kept]:
+            old.unlink()
+
+
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """At most `count` places out of `length`, the first one first."""
+    count = min(length, count)
+    return [place * length // count for place in range(count)]
+
+
+def _sample(rollout: Rollout, advantage: float, step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "problem": rollout.problem.id,
+        "environment": rollout.problem.environment,
+        "messages": rollout.problem.messages,
+        "answer": rollout.problem.answer
+        if isinstance(rollout.problem.answer, str | int | float | None)
+        else repr(rollout.problem.answer),
+        "response": rollout.text,
+        "finish_reason": rollout.response.finish_reason,
+        "tokens": len(rollout.response.token_ids),
+        "reward": rollout.reward,
+        "valid": rollout.score.valid,
+        "advantage": advantage,
+    }
+
+
+def _fraction(flags: Any) -> float:
+    values = [bool(flag) for flag in flags]
+    return sum(values) / len(values)

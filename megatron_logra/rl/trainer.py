@@ -1,0 +1,531 @@
+"""The training loop.
+
+    problems → rollout → reward → advantage → loss → sketch → direction → step control → weights
+
+`Trainer._reinforcement_step` is this line as code. A step that fails anywhere leaves weights,
+moments, counters and seeds as they were; only the data position moves on.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_logra import checkpoint as checkpoints
+from megatron_logra import memory, platform
+from megatron_logra.config import Config, dump_yaml
+from megatron_logra.errors import StopRequested, UserError
+from megatron_logra.metrics import METRIC_KEYS, METRICS_FILE, MetricsWriter, read_metrics
+from megatron_logra.model.gpt import forward_head
+from megatron_logra.optimizer.learner import Learner, StepResult
+from megatron_logra.optimizer.predicted_kl import ProbeBatch
+from megatron_logra.progress import Progress
+from megatron_logra.rl import evaluate, losses, rollouts
+from megatron_logra.rl.advantages import RunningBaseline, advantages
+from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_batch
+from megatron_logra.rl.environments import Mixture, Problem, build_environment
+from megatron_logra.rl.policy import build_policy
+from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+Record = dict[str, Any]
+
+
+def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
+    """Train; results go to `logging.run_dir`.
+
+    Args:
+        config: everything about the run.
+        resume: go on from the run directory's latest checkpoint; without one, from the start.
+
+    Returns:
+        A summary: steps, updates, seconds, accuracies before and after, memory by kind, the last
+        checkpoint.
+
+    Raises:
+        UserError: the configuration or a file is wrong.
+        StopRequested: SIGTERM or SIGUSR1 asked for it; a checkpoint has been saved.
+        RuntimeError: too many steps in a row failed.
+    """
+    run_dir = Path(config.logging.run_dir)
+    source = _prepare_run_dir(run_dir, resume)
+    with ExitStack() as stack:
+        environment = build_environment(config.environment, config.train.seed)
+        stack.callback(environment.close)
+        environment.check()
+        trainer = Trainer(config, environment, source)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
+        return trainer.run()
+
+
+@dataclass
+class State:
+    """Where a run is, besides weights and optimizer."""
+
+    step: int = 0
+    """Completed steps."""
+    data_position: int = 0
+    """Training problems used."""
+    failed_in_a_row: int = 0
+    """Steps without an update for a reason other than a lack of signal."""
+
+
+class Trainer:
+    """One run.
+
+    Args:
+        config: everything about it.
+        environment: where problems come from.
+        source: checkpoint to go on from.
+    """
+
+    def __init__(self, config: Config, environment: Mixture, source: Path | None) -> None:
+        self.config = config
+        self.environment = environment
+        self.run_dir = Path(config.logging.run_dir)
+        self.state = State()
+        self.baseline = RunningBaseline(config.algorithm.baseline_ema)
+        self.policy = build_policy(config)
+        if source is None and config.checkpoint.load is not None:
+            self.policy.load_weights(Path(config.checkpoint.load))
+        self.learner = Learner([self.policy.model], self.policy.tconfig, config, self.policy.pg)
+        self._unwritten: Record | None = None
+        if source is not None:
+            self._restore(source)
+        self.maker = RolloutMaker(self.policy, environment)
+        self.samples = SampleLog(
+            self.run_dir, config.logging.rollouts_per_step, config.logging.rollouts_kept
+        )
+        self.sft = config.algorithm.name == "sft"
+        self._held_out: list[Problem] | None = None
+        self.progress = Progress(config.train.steps, self.state.step)
+
+    # --- the loop ---------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """All steps that are left."""
+        config, state = self.config, self.state
+        started = time.perf_counter()
+        before: dict[str, evaluate.Accuracy] | None = None
+        after: dict[str, evaluate.Accuracy] | None = None
+        path: Path | None = None
+        skipped = 0
+        with self.progress, self._open_metrics() as writer, _stop_requests() as stop:
+            while state.step < config.train.steps:
+                begun = time.perf_counter()
+                record = self._blank_record()
+                if self._evaluation_due():
+                    found = self._evaluate(record)
+                    before = found if state.step == 0 else before
+                record |= self._supervised_step() if self.sft else self._reinforcement_step()
+                skipped += record["train/skipped"]
+                self._account(record)
+                state.data_position += config.train.prompts_per_step
+                state.step += 1
+                last = state.step == config.train.steps
+                if last and config.eval.at_end:
+                    after = self._evaluate(record)
+                if self._checkpoint_due(last) or stop.is_set():
+                    path = self._save(record)
+                record["time/step_s"] = time.perf_counter() - begun
+                self.progress.step(state.step - 1, writer.write(state.step - 1, record))
+                if state.failed_in_a_row >= config.train.max_skipped_in_a_row:
+                    raise RuntimeError(
+                        f"{state.failed_in_a_row} steps in a row failed, the last one because "
+                        f"{self._reason}; see train.max_skipped_in_a_row"
+                    )
+                if stop.is_set() and not last:
+                    raise StopRequested(f"stopped after step {state.step}, saved {path}")
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": state.step,
+            "updates": self.learner.update,
+            "skipped": skipped,
+            "seconds": time.perf_counter() - started,
+            "before": _to_json(before),
+            "after": _to_json(after),
+            "memory": self.learner.memory_bytes(),
+            "checkpoint": str(path) if path else None,
+        }
+
+    def _reinforcement_step(self) -> Record:
+        """One step of reinforcement learning."""
+        config = self.config
+        problems = self._next_problems()
+        batch = self.maker.make(
+            problems,
+            config.train.responses_per_prompt,
+            config.rollout.sampling,
+            update=self.state.step,
+            stream="rollout",
+            progress=lambda done, of: self.progress.phase("rollout", done, of),
+        )
+        record: Record = {**rollouts.metrics(batch)}
+        baseline = self.baseline.state_dict()
+        values = advantages(torch.tensor(batch.rewards()), config.algorithm, self.baseline)
+        samples = [
+            _sample(rollout, advantage)
+            for rollout, advantage in zip(batch.all, values.flatten().tolist(), strict=True)
+        ]
+        self.samples.write(self.state.step, batch, [sample.advantage for sample in samples])
+        result = self._update(samples, [rollout.problem for rollout in batch.all], record)
+        if result is None or not result.applied:
+            self.baseline.load_state_dict(baseline)
+        if config.algorithm.name == "reinforce":
+            record["reward/baseline"] = self.baseline.value
+        # The engine reads the trainer's own weights: there is nothing to send and nothing to drift.
+        record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
+        record |= {"sync/version": self.learner.update, "sync/drift_max": 0.0}
+        return record
+
+    def _supervised_step(self) -> Record:
+        """One step on given responses."""
+        problems = self._next_problems()
+        record: Record = {}
+        self._update([self._target(problem) for problem in problems], problems, record)
+        return record
+
+    def _update(
+        self, samples: list[Sample], problems: list[Problem], record: Record
+    ) -> StepResult | None:
+        """From samples to new weights; None if no sample carries a signal.
+
+        Args:
+            samples: the global batch.
+            problems: which each sample answers, for messages.
+            record: gets `time/*`, `train/*` and `policy/*`.
+        """
+        config, pad_id = self.config, self.policy.tokenizer.pad_id
+        record["train/skipped"] = 1
+        batches = micro_batches(samples, config.train.micro_batch_size, pad_id)
+        record["train/tokens"] = sum(len(s.response_ids) for s in samples if s.carries_loss)
+        if not batches:  # where all is solved there is no signal; that is no failure
+            return None
+        started = time.perf_counter()
+        self.learner.zero_grad()
+        sums, bad = self._forward_backward(batches)
+        record["time/forward_backward_s"] = time.perf_counter() - started
+        mismatch = _ratio(sums, "mismatch", "mismatch_tokens")
+        record |= {
+            "train/loss": _ratio(sums, "loss"),
+            "policy/mismatch": mismatch,
+            "policy/entropy": _ratio(sums, "entropy"),
+            "policy/clipped": _ratio(sums, "clipped"),
+            "policy/importance_truncated": _ratio(sums, "truncated"),
+            "policy/logprob_clamped": sums.get("clamped"),
+        }
+        if bad:
+            named = ", ".join(f"{place} (problem {problems[place].id})" for place in bad[:4])
+            self._failed(f"the loss is not finite in response {named}")
+            return StepResult(applied=False)
+        self.progress.phase("step")
+        probe = None
+        if self.learner.predictor is not None:
+            control = config.step_control
+            found = probe_batch(samples, control.probe_responses, control.probe_max_tokens, pad_id)
+            device = platform.device()
+            probe = ProbeBatch(
+                found.tokens.to(device), found.position_ids.to(device), found.mask.to(device)
+            )
+        result = self.learner.step(probe, mismatch)
+        record |= {f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()}
+        record |= {
+            "policy/kl_predicted": result.kl_predicted,
+            "policy/kl_predicted_scaled": result.kl_predicted_scaled,
+            "policy/kl_budget": result.kl_budget,
+            "policy/kl_realised": result.kl_realised,
+            "policy/alpha": result.alpha,
+            "train/sketch_norm": result.sketch_norm,
+            "train/update_ratio": result.update_ratio,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+        }
+        if result.applied:
+            record["train/skipped"] = 0
+            self.state.failed_in_a_row = 0
+        else:
+            self._failed(result.reason or "the optimizer refused")
+        return result
+
+    def _forward_backward(self, batches: list[MicroBatch]) -> tuple[dict[str, float], list[int]]:
+        """Run all micro-batches through Megatron's schedule.
+
+        Returns:
+            Sums over the loss-carrying tokens by name, and the places of samples that are not
+            finite.
+        """
+        done = 0
+        device = platform.device()
+
+        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+            nonlocal done
+            self.progress.phase("train", done, len(batches))
+            done += 1
+            batch = next(data).to(device)
+            return forward_head(model, batch.tokens, batch.position_ids, self._head(batch)), _as_is
+
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.learner.chunks,
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            micro_batch_size=self.config.train.micro_batch_size,
+            forward_only=False,
+        )
+        return losses.total(reports, batches)
+
+    def _head(self, batch: MicroBatch) -> Any:
+        algorithm, tp_group = self.config.algorithm, self.policy.pg.tp
+        if self.sft:
+            return losses.sft_head(batch, algorithm, tp_group)
+        temperature = self.config.rollout.sampling.temperature
+        return losses.policy_head(batch, algorithm, temperature, tp_group)
+
+    def _failed(self, reason: str) -> None:
+        self._reason = reason
+        self.state.failed_in_a_row += 1
+        self.progress.message(f"step {self.state.step} skipped: {reason}")
+
+    def _next_problems(self) -> list[Problem]:
+        first = self.state.data_position
+        count = self.config.train.prompts_per_step
+        return [self.environment.train_problem(place) for place in range(first, first + count)]
+
+    def _target(self, problem: Problem) -> Sample:
+        """A problem with its given response, which ends with the tokenizer's end token."""
+        if not problem.response:
+            raise UserError(
+                f"environment {problem.environment}: problem {problem.id} has no response; "
+                "algorithm sft needs one for each"
+            )
+        tokenizer = self.policy.tokenizer
+        prompt = self.maker.prompt(problem)
+        response = [*tokenizer.encode(problem.response), tokenizer.eos_id]
+        return Sample(prompt, response[: self.policy.max_length - len(prompt)])
+
+    # --- evaluation -------------------------------------------------------------------------
+
+    def _evaluation_due(self) -> bool:
+        step, interval = self.state.step, self.config.eval.interval
+        return self.config.eval.at_start if step == 0 else interval > 0 and step % interval == 0
+
+    def _evaluate(self, record: Record) -> dict[str, evaluate.Accuracy]:
+        """Measure on the held-out problems; `record` gets `eval/*`."""
+        started = time.perf_counter()
+        if self._held_out is None:
+            self._held_out = self.environment.held_out(
+                self.config.eval.problems, evaluate.HELD_OUT_SEED
+            )
+        found = {}
+        if self.sft:
+            record["eval/loss"] = self._held_out_loss(self._held_out)
+        else:
+            found = evaluate.accuracies(
+                self.maker,
+                self._held_out,
+                self.config,
+                lambda done, of: self.progress.phase("eval", done, of),
+            )
+            record["eval/pass@1"] = found["sampled"].pass_at_1
+            if "greedy" in found:
+                record["eval/greedy_pass@1"] = found["greedy"].pass_at_1
+        spent = time.perf_counter() - started
+        record["time/eval_s"] = (record["time/eval_s"] or 0.0) + spent
+        self.progress.skip_time()
+        return found
+
+    @torch.no_grad()
+    def _held_out_loss(self, problems: list[Problem]) -> float | None:
+        """Mean loss per token of the responses of held-out problems, nats."""
+        samples = [self._target(problem) for problem in problems]
+        size, pad_id = self.config.train.micro_batch_size, self.policy.tokenizer.pad_id
+        reports: list[losses.LossReport] = []
+        self.policy.model.eval()
+        batches = micro_batches(samples, size, pad_id)
+        for batch in (batch.to(platform.device()) for batch in batches):
+            self.progress.phase("eval", len(reports), len(batches))
+            head = self._head(batch)
+            reports.append(
+                forward_head(self.policy.model, batch.tokens, batch.position_ids, head)[2]
+            )
+        self.policy.model.train()
+        return _ratio(losses.total(reports, batches)[0], "loss")
+
+    # --- accounts ---------------------------------------------------------------------------
+
+    def _blank_record(self) -> Record:
+        """Every documented key that has a meaning in this run, null until it is measured."""
+        absent = ("reward", "rollout", "sync") if self.sft else ()
+        keys = (metric.key for metric in METRIC_KEYS)
+        return {key: None for key in keys if key != "step" and key.split("/")[0] not in absent}
+
+    def _account(self, record: Record) -> None:
+        """Memory and communication."""
+        for kind, size in self.learner.memory_bytes().items():
+            record[f"memory/{kind}_bytes"] = size
+        record["memory/peak_bytes"] = memory.peak_bytes()
+        for kind, size in self.learner.comm_bytes().items():
+            record[f"comm/{kind}_bytes"] = size
+
+    def _open_metrics(self) -> MetricsWriter:
+        """The metrics file, without records of steps that come again."""
+        step, unwritten = self.state.step, self._unwritten
+        path = self.run_dir / METRICS_FILE
+        written = [r["step"] for r in read_metrics(self.run_dir)] if path.exists() else []
+        if unwritten is None or step - 1 in written:
+            return MetricsWriter(self.run_dir, self.config.logging.tensorboard, step)
+        # Killed after the save and before the record of its step was written.
+        writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard, step - 1)
+        writer.write(step - 1, unwritten)
+        return writer
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def _checkpoint_due(self, last: bool) -> bool:
+        interval = self.config.checkpoint.interval
+        if last:
+            return self.config.checkpoint.save_at_end
+        return interval > 0 and self.state.step % interval == 0
+
+    def _save(self, record: Record) -> Path:
+        """Save everything; `record` is this step's, which is written right after."""
+        started = time.perf_counter()
+        self.progress.phase("checkpoint")
+        path = checkpoints.save(
+            self.run_dir / CHECKPOINTS,
+            self.state.step,
+            {
+                **self._sharded_state(is_loading=False),
+                "trainer": {
+                    **asdict(self.state),
+                    "baseline": self.baseline.state_dict(),
+                    "record": dict(record),
+                },
+            },
+            {
+                "model": self.policy.description(),
+                "optimizer": self._optimizer_description(),
+                "config": self.config.model_dump(),
+            },
+            self.config.checkpoint.keep,
+        )
+        record["time/checkpoint_s"] = time.perf_counter() - started
+        return path
+
+    def _restore(self, path: Path) -> None:
+        """Take up a run where `path` has it."""
+        description = checkpoints.read_description(path)
+        model, optimizer = self.policy.description(), self._optimizer_description()
+        checkpoints.require_same(path, description["model"], model, "model")
+        checkpoints.require_same(path, description["optimizer"], optimizer, "optimizer")
+        loaded = checkpoints.load(path, self._sharded_state(is_loading=True))
+        checkpoints.set_weights([self.policy.model], loaded)
+        self.learner.load_state_dict(loaded["learner"])
+        checkpoints.set_rng_state(loaded["rng"])
+        trainer = dict(loaded["trainer"])
+        self.baseline.load_state_dict(trainer.pop("baseline"))
+        self._unwritten = trainer.pop("record")
+        self.state = State(**trainer)
+        print(f"resuming after step {self.state.step} from {path}")
+        for change in _changes(description["config"], self.config.model_dump()):
+            print(f"changed since then: {change}")
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        weights = checkpoints.weights_state(self.learner.chunks)
+        return {
+            **weights,
+            "learner": self.learner.sharded_state_dict(weights["model0"], is_loading),
+            "rng": checkpoints.rng_state(self.policy.pg),
+        }
+
+    def _optimizer_description(self) -> dict[str, Any]:
+        """What decides which optimizer state there is."""
+        optimizer = self.config.optimizer
+        if optimizer.kind == "adam":
+            return {"kind": "adam"}
+        return {
+            "kind": optimizer.kind,
+            "non_targets": optimizer.non_targets,
+            "targets": sorted(self.config.sketch.targets),
+        }
+
+
+def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from; refuses to write over another run."""
+    if resume:
+        source = checkpoints.latest(run_dir / CHECKPOINTS)
+        if source is None:
+            print(f"{run_dir}: no checkpoint yet; starting from the first step")
+        return source
+    metrics = run_dir / METRICS_FILE
+    if checkpoints.list_checkpoints(run_dir / CHECKPOINTS) or (
+        metrics.exists() and metrics.stat().st_size
+    ):
+        raise UserError(
+            f"logging.run_dir: {run_dir} already holds a run; go on with it by --resume, or give "
+            "another directory"
+        )
+    return None
+
+
+def _sample(rollout: Rollout, advantage: float) -> Sample:
+    return Sample(
+        prompt_ids=rollout.prompt_ids,
+        response_ids=rollout.response.token_ids,
+        rollout_logprobs=rollout.response.logprobs,
+        advantage=advantage,
+        completed=rollout.response.finish_reason == "stop",
+    )
+
+
+def _as_is(loss: losses.Loss) -> losses.Loss:
+    """Megatron's loss function: the head has done its work."""
+    return loss
+
+
+def _ratio(sums: dict[str, float], name: str, over: str = "tokens") -> float | None:
+    count = sums.get(over, 0.0)
+    return sums[name] / count if name in sums and count else None
+
+
+def _to_json(found: dict[str, evaluate.Accuracy] | None) -> dict[str, Any] | None:
+    return {name: value.to_json() for name, value in found.items()} if found else None
+
+
+def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """`key old → new` for each value that differs; where results go is left out."""
+    if key in ("logging", "checkpoint"):
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key} {old} → {new}"
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGUSR1 set, so that the step they come in is finished first."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals only ever reach the main thread
+        return
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    former = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
