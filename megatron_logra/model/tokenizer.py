@@ -19,6 +19,8 @@ class Tokenizer(Protocol):
 
     stop_ids: frozenset[int]
     """Ids that end a response."""
+    eos_id: int
+    """The one of them that ends a given response (supervised training)."""
     pad_id: int
     """Id that fills rows up to a common length."""
     vocab_size: int
@@ -62,6 +64,7 @@ class BytesTokenizer:
 
     def __init__(self) -> None:
         self.stop_ids = frozenset({self.EOS})
+        self.eos_id = self.EOS
         self.pad_id = self.PAD
         self.vocab_size = 259
 
@@ -100,7 +103,10 @@ class HuggingFaceTokenizer:
         eos = self._tokenizer.eos_token_id
         self.stop_ids = frozenset({eos} if eos is not None else set()) | self._generation_eos()
         if not self.stop_ids:
-            raise UserError(f"{directory}: neither the tokenizer nor generation_config.json has eos")
+            raise UserError(
+                f"{directory}: neither the tokenizer nor generation_config.json has eos"
+            )
+        self.eos_id = int(eos if eos is not None else min(self.stop_ids))
         pad = self._tokenizer.pad_token_id
         self.pad_id = int(pad if pad is not None else min(self.stop_ids))
         self.vocab_size = len(self._tokenizer)
