@@ -58,8 +58,8 @@ def install() -> None:
     if not torch.cuda.is_available():
         if importlib.util.find_spec("transformer_engine") is not None:
             raise UserError(
-                "transformer_engine is installed but this machine shows no GPU: Megatron-Core would "
-                "build layers that cannot run here; uninstall it in this environment"
+                "transformer_engine is installed but this machine shows no GPU: Megatron-Core "
+                "would build layers that cannot run here; uninstall it in this environment"
             )
         for owner, name, stand_in in _stand_ins():
             setattr(owner, name, stand_in)

@@ -27,7 +27,7 @@ TINY_SPEC: dict[str, Any] = {
     # Large enough that attention and predictions are far from uniform.
     "init_method_std": 0.2,
 }
-"""A model with every feature: grouped queries, QKV bias, QK norm, untied output layer, odd sizes."""
+"""Every feature: grouped queries, QKV bias, QK norm, untied output layer, odd sizes."""
 
 
 def tiny_config(spec: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:

@@ -1,0 +1,1 @@
+"""Models: building them, their layers, their weights and their tokenizers."""

@@ -110,7 +110,7 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         source, given = cfg.model.hf, huggingface.read_spec(cfg.model.hf)
     else:
         source, given = "model.spec", dict(cfg.model.spec or {})
-    fields = _split(source, given, cfg)
+    fields = _split(source, given)
     arguments = _gpt_arguments(source, given, cfg)
     precision = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
     fields |= {
@@ -228,7 +228,7 @@ def _require_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         output.requires_grad_(True)
 
 
-def _split(source: str, given: dict[str, Any], cfg: Config) -> dict[str, Any]:
+def _split(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """The checked fields of TransformerConfig in `given`."""
     hints = typing.get_type_hints(TransformerConfig)
     own = {field.name for field in dataclasses.fields(GPTArguments)} - {"seed"}
@@ -248,6 +248,12 @@ def _split(source: str, given: dict[str, Any], cfg: Config) -> dict[str, Any]:
         if type(given[key]) is not int or given[key] < 1:
             raise UserError(f"{source}.{key}: expected a positive integer, got {given[key]!r}")
     fields = MODERN_DEFAULTS | {key: value for key, value in given.items() if key not in own}
+    heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
+    if groups is not None and (type(groups) is not int or groups < 1 or heads % groups):
+        raise UserError(
+            f"{source}.num_query_groups: expected a divisor of num_attention_heads={heads}, "
+            f"got {groups!r}"
+        )
     activation = fields["activation_func"]
     if activation not in ACTIVATIONS:
         expected = ", ".join(ACTIVATIONS)

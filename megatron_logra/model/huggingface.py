@@ -107,7 +107,7 @@ def _rope(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interleave_groups(parts: list[Tensor], config: TransformerConfig) -> Tensor:
-    """q, k, v [·, h] (or biases) → Megatron's order: per group its query heads, its key, its value."""
+    """q, k, v [·, h] (or biases) → Megatron's order: by group, its queries, its key, its value."""
     groups = config.num_query_groups
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
 

@@ -12,9 +12,9 @@ from megatron_logra import platform
 class Norm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, by `config.normalization`.
 
-    Computed in float32 whatever the input's type is, returned in the input's type. Unlike Megatron's
-    wrapper around torch's norms it allows sequence parallelism: its parameters carry the mark by
-    which Megatron sums their gradients over the tensor-parallel ranks. All operations have
+    Computed in float32 whatever the input's type is, returned in the input's type. Unlike
+    Megatron's wrapper around torch's norms it allows sequence parallelism: its parameters carry the
+    mark by which Megatron sums their gradients over the tensor-parallel ranks. All operations have
     forward-mode derivatives.
 
     Args:
@@ -39,8 +39,12 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] in any floating type; same shape and type out."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
         shape = (self.hidden_size,)
+        values: torch.Tensor = x
+        weight: torch.Tensor = self.weight
+        if self.zero_centered:  # in float32: 1 + γ would lose most of a small γ in bf16
+            values, weight = x.float(), self.weight.float() + 1
         if self.bias is None:
-            return functional.rms_norm(x, shape, weight, self.eps)
-        return functional.layer_norm(x, shape, weight, self.bias, self.eps)
+            return functional.rms_norm(values, shape, weight, self.eps).to(x.dtype)
+        bias = self.bias.to(weight.dtype)
+        return functional.layer_norm(values, shape, weight, bias, self.eps).to(x.dtype)

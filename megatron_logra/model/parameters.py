@@ -1,4 +1,4 @@
-"""Model parameters by their layout-independent names: random values, and slices of whole tensors."""
+"""Parameters by their layout-independent names: random values, and slices of whole tensors."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def fetch(cache: str | Path | None = None) -> Path:
             except OSError:
                 if not target.is_dir():  # else another process was faster
                     raise
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise UserError(f"{target}: cannot be made: {error}") from None
     return target
 
@@ -169,8 +169,11 @@ def _save_tokenizer(reader: Any, max_length: int, directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokens = _field(reader, "tokenizer.ggml.tokens")
-    control = [t for t, kind in zip(tokens, _field(reader, "tokenizer.ggml.token_type"), strict=True)
-               if kind == 3]
+    control = [
+        t
+        for t, kind in zip(tokens, _field(reader, "tokenizer.ggml.token_type"), strict=True)
+        if kind == 3
+    ]
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
     fast = FastTokenizer(
         BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, unk_token=UNK)
@@ -221,7 +224,9 @@ def _remove_abandoned(cache: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Print the model's directory; 2 after a user error."""
     parser = argparse.ArgumentParser(prog="python -m megatron_logra.model.smollm2")
-    parser.add_argument("--cache", help="cache directory (default: $MEGATRON_LOGRA_CACHE or ~/.cache)")
+    parser.add_argument(
+        "--cache", help="cache directory (default: $MEGATRON_LOGRA_CACHE or ~/.cache)"
+    )
     try:
         print(fetch(parser.parse_args(arguments).cache))
     except UserError as error:

@@ -1,8 +1,8 @@
 """Which modules a transformer layer is made of: Megatron's local ones, or Transformer Engine's.
 
-Both give the same module and parameter names, so that sketches, weight maps and checkpoints need not
-know which was taken: norms are modules of their own (never fused into the linear that follows, whose
-input then stays visible to a forward hook).
+Both give the same module and parameter names, so that sketches, weight maps and checkpoints need
+not know which was taken: norms are modules of their own (never fused into the linear that follows,
+whose input then stays visible to a forward hook).
 """
 
 from __future__ import annotations
@@ -56,24 +56,7 @@ def block_spec(
     config: TransformerConfig, implementation: Implementation, pp_rank: int
 ) -> TransformerBlockSubmodules:
     """The layers of pipeline stage `pp_rank` and the final norm of a dense GPT."""
-    if implementation == "local":
-        norm: Any = Norm
-        column: Any = ColumnParallelLinear
-        row: Any = RowParallelLinear
-        attention: Any = DotProductAttention
-    else:
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear as column,
-        )
-        from megatron.core.extensions.transformer_engine import (
-            TEDotProductAttention as attention,
-        )
-        from megatron.core.extensions.transformer_engine import (
-            TENorm as norm,
-        )
-        from megatron.core.extensions.transformer_engine import (
-            TERowParallelLinear as row,
-        )
+    norm, column, row, attention = _modules(implementation)
     head_norm = norm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -105,3 +88,12 @@ def block_spec(
     )
     layers = get_num_layers_to_build(config, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _modules(implementation: Implementation) -> tuple[Any, Any, Any, Any]:
+    """Norm, column-parallel linear, row-parallel linear and core attention."""
+    if implementation == "local":
+        return Norm, ColumnParallelLinear, RowParallelLinear, DotProductAttention
+    from megatron.core.extensions import transformer_engine as te
+
+    return te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
