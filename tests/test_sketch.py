@@ -1,0 +1,187 @@
+"""A sketch is the dense gradient times Aᵀ, and nothing dense exists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import Reference, config_for, make_batches, make_checkpoint
+from training import backward, make_learner
+
+from megatron_logra import planner
+from megatron_logra.errors import UserError
+from megatron_logra.sketch.capture import SketchCapture
+
+LENGTHS = [[17, 9], [12, 20], [5, 31]]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def dense_projections(capture: SketchCapture) -> dict[str, torch.Tensor]:
+    """A [r, k] of every target, float64, by the weight's name."""
+    projections = capture.projections
+    return {
+        f"{target.name}.weight": projections.transposed(i, torch.float64).t() * projections.scale
+        for i, target in enumerate(capture.targets)
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
+def test_sketch_equals_dense_gradient_times_projection(
+    kind, recompute, distribution, tmp_path, pg, generator
+):
+    tied = kind == "qwen2"
+    make_checkpoint(tmp_path, kind, tied)
+    cfg = config_for(
+        tmp_path, train={"recompute": recompute}, sketch={"distribution": distribution}
+    )
+    learner = make_learner(cfg, pg)
+    batches = make_batches(generator, LENGTHS)
+    backward(learner, batches)
+    capture = learner.sketch.capture
+    reference = Reference(tmp_path, learner.chunks[0].config, tied)
+    gradients = reference.gradients(batches)
+    a = dense_projections(capture)
+    assert {f"{t.name}.weight" for t in capture.targets} == set(gradients)
+    for target in capture.targets:
+        name = f"{target.name}.weight"
+        assert relative_error(target.sketch, gradients[name] @ a[name].t()) < 1e-5, name
+
+
+def test_one_wrong_token_would_be_noticed(tmp_path, pg, generator):
+    """The tolerance above is tight: a change of one token's weight by 1 % is far outside."""
+    make_checkpoint(tmp_path, "qwen3", False)
+    learner = make_learner(config_for(tmp_path), pg)
+    batches = make_batches(generator, LENGTHS)
+    backward(learner, batches)
+    target = learner.sketch.capture.targets[0]
+    before = target.sketch.clone()
+    batches[1].weights[0, -3] *= 1.01
+    batches[1].weights[1, -3] *= 1.01
+    backward(learner, batches)
+    assert relative_error(target.sketch, before.double()) > 1e-4
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_input_gradients_are_unchanged_by_the_capture(recompute, tmp_path, pg, generator):
+    """∂loss/∂embedding of the sketched model equals that of the plain dense one."""
+    make_checkpoint(tmp_path, "qwen3", False)
+    (batch,) = make_batches(generator, [[17, 9]])
+
+    def embedding_gradient(kind: str) -> torch.Tensor:
+        cfg = config_for(tmp_path, train={"recompute": recompute}, optimizer={"kind": kind})
+        learner = make_learner(cfg, pg)
+        found = []
+
+        def keep(_module, _inputs, output):
+            if not output.requires_grad:
+                output.requires_grad_(True)
+            output.register_hook(lambda grad: found.append(grad.clone()))
+
+        learner.chunks[0].module.embedding.register_forward_hook(keep)
+        backward(learner, [batch])
+        return found[-1]
+
+    sketched, dense = embedding_gradient("logra"), embedding_gradient("adam")
+    assert relative_error(sketched, dense.double()) < 1e-6
+
+
+@pytest.mark.parametrize("non_targets", ["freeze", "adam"])
+def test_targets_have_no_gradient_anywhere(non_targets, tmp_path, pg, generator):
+    make_checkpoint(tmp_path, "qwen3", False)
+    learner = make_learner(config_for(tmp_path, optimizer={"non_targets": non_targets}), pg)
+    backward(learner, make_batches(generator, LENGTHS))
+    weights = [target.weight for target in learner.sketch.capture.targets]
+    ddp = learner.chunks[0]
+    for weight in weights:
+        assert not weight.requires_grad and weight.grad is None
+        assert not hasattr(weight, "main_grad")
+        assert all(weight not in buffer.param_index_map for buffer in ddp.buffers)
+    others = [p for p in ddp.module.parameters() if all(p is not w for w in weights)]
+    assert all(p.requires_grad == (non_targets == "adam") for p in others)
+    assert sum(len(buffer.params) for buffer in ddp.buffers) == (
+        len(others) if non_targets == "adam" else 0
+    )
+
+
+def test_backward_keeps_projections_and_not_the_inputs_of_linears(tmp_path, pg, generator):
+    """What the sketched linears save for the backward pass is [n, r] and the weight, never [n, k]."""
+    make_checkpoint(tmp_path, "qwen3", False)
+    learner = make_learner(config_for(tmp_path), pg)
+    (batch,) = make_batches(generator, [[17, 9]])
+    inputs = []
+    for _, module in learner.chunks[0].named_modules():
+        if getattr(module, "weight", None) is not None and module.weight.dim() == 2:
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    saved: list[int] = []
+
+    def pack(tensor):
+        saved.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    from megatron_logra.model.gpt import forward_head
+
+    names = {"linear_proj", "linear_fc2"}  # nothing else keeps the inputs of these two
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward_head(learner.chunks[0], batch.tokens, batch.positions, lambda h, _: h)
+    assert names <= set(learner.cfg.sketch.targets)
+    widths = {t.columns for t in learner.sketch.capture.targets if t.name.rsplit(".")[-1] in names}
+    mine = [x for x in inputs if x.shape[-1] in widths and x.is_floating_point()]
+    assert len(mine) == 2 * len(names)
+    assert not {x.untyped_storage().data_ptr() for x in mine} & set(saved)
+
+
+def test_capture_is_silent_without_gradients(tmp_path, pg, generator):
+    make_checkpoint(tmp_path, "qwen3", False)
+    learner = make_learner(config_for(tmp_path), pg)
+    (batch,) = make_batches(generator, [[17, 9]])
+    learner.zero_grad()
+    from megatron_logra.model.gpt import forward_head
+
+    with torch.no_grad():
+        forward_head(learner.chunks[0], batch.tokens, batch.positions, lambda h, _: h)
+    assert all(not target.sketch.any() for target in learner.sketch.capture.targets)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sketch": {"rank": 49}}, ["sketch.rank: 49 exceeds layer", "at most 48"]),
+        ({"sketch": {"targets": ["linear_qkv", "q_proj"]}}, ["sketch.targets", "'q_proj'"]),
+    ],
+)
+def test_a_sketch_that_does_not_fit_is_one_clear_line(sections, words, tmp_path, pg):
+    make_checkpoint(tmp_path, "qwen3", False)
+    with pytest.raises(UserError) as error:
+        make_learner(config_for(tmp_path, **sections), pg)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+SETTINGS = [
+    {},
+    {"optimizer": {"non_targets": "adam"}},
+    {"optimizer": {"kind": "adam"}},
+    {"train": {"precision": "bf16"}},
+    {"train": {"precision": "bf16"}, "optimizer": {"master": "replicated"}},
+    {"train": {"precision": "bf16"}, "optimizer": {"non_targets": "adam"}},
+    {"train": {"precision": "bf16"}, "optimizer": {"kind": "adam"}},
+    {"sketch": {"rank": 5, "distribution": "gaussian"}},
+    {"sketch": {"targets": ["linear_fc2", "linear_qkv"]}, "step_control": {"factor_dtype": "bf16"}},
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("sections", SETTINGS, ids=str)
+def test_counted_bytes_equal_the_planners(kind, sections, tmp_path, pg, generator):
+    make_checkpoint(tmp_path, kind, kind == "qwen2")
+    cfg = config_for(tmp_path, **sections)
+    learner = make_learner(cfg, pg)
+    batches = make_batches(generator, LENGTHS)
+    backward(learner, batches)
+    from training import probe_of
+
+    assert learner.step(probe_of(batches[0])).applied
+    assert learner.memory_bytes() == planner.static_memory(cfg)
