@@ -56,17 +56,17 @@ def make_batches(generator: torch.Generator, lengths: list[list[int]]) -> list[B
 
 def make_checkpoint(directory: Path, kind: str, tied: bool, layers: int = 2) -> None:
     """A tiny random model of transformers' own class: odd sizes, grouped queries."""
-    common = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+    }
     configs = {
         "qwen3": lambda: transformers.Qwen3Config(head_dim=12, **common),  # QK norm
         "qwen2": lambda: transformers.Qwen2Config(**common),  # QKV bias

@@ -1,4 +1,4 @@
-"""A whole step equals the dense float64 reference, is predicted right, and fails without a trace."""
+"""A step equals the dense float64 reference, is predicted right, and fails without a trace."""
 
 from __future__ import annotations
 

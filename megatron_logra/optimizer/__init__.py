@@ -1,0 +1,1 @@
+"""From sketches to weights: direction, step control, masters, and Megatron's interface."""

@@ -107,7 +107,7 @@ class Learner:
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
-        # With all weights frozen it has no buffers, and serves as the schedule's model all the same.
+        # With all weights frozen it has no buffers; Megatron's schedule wants it all the same.
         self.chunks = [_wrap(model, tconfig, ddp_config, pg)]
         self.config = _optimizer_config(cfg)
         self.schedulers: list[OptimizerParamScheduler] = []

@@ -92,15 +92,12 @@ class PredictedKL:
         """The last hidden states at the probe's generated positions, [n, 1, h]."""
         parts = []
         for part in self._parts(probe):
+
+            def head(hidden: torch.Tensor, _: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                return _select(hidden, mask)
+
             with self._probing():
-                parts.append(
-                    forward_head(
-                        self.model,
-                        part.tokens,
-                        part.position_ids,
-                        lambda hidden, _, mask=part.mask: _select(hidden, mask),
-                    )
-                )
+                parts.append(forward_head(self.model, part.tokens, part.position_ids, head))
         return torch.cat(parts)
 
     @torch.no_grad()

@@ -139,7 +139,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         """
         for target, span in zip(self.capture.targets, self._ranges, strict=True):
             main_param = self._main_param(target.proxy)
-            main_grad = target.proxy.main_grad.view(-1)[span.start : span.end]
+            main_grad = target.sketch.view(-1)[span.start : span.end]
             if main_param.dtype != target.proxy.dtype:
                 main_param.data = main_grad  # a bf16 proxy; an fp32 one's is its own shard
             main_param.grad = main_grad
@@ -151,7 +151,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
     def _own_sketches(self) -> list[torch.Tensor]:
         """This rank's rows of every S (or of D, once made), [rows, r] float32 views."""
         return [
-            target.proxy.main_grad.view(-1)[span.start : span.end].view(-1, self.sketch.rank)
+            target.sketch.view(-1)[span.start : span.end].view(-1, self.sketch.rank)
             for target, span in zip(self.capture.targets, self._ranges, strict=True)
         ]
 

@@ -39,6 +39,11 @@ class Target:
     """U [d, r] in the factor's type; `main_grad` is S. Carries the direction to all ranks."""
 
     @property
+    def sketch(self) -> torch.Tensor:
+        """S [d, r], float32: the proxy's place in Megatron's gradient buffer."""
+        return self.proxy.main_grad  # type: ignore[attr-defined]
+
+    @property
     def rows(self) -> int:
         """d, output features."""
         return self.weight.shape[0]

@@ -1,0 +1,242 @@
+"""Time and memory of a training step: sketches against dense Adam, with the FLOP floor beside it.
+
+Both programs run in this one process on the same weights and batches, step for step in turn, so
+that whatever else the machine does meets both. Dense is Megatron's DDP and DistributedOptimizer.
+
+    python tools/bench_step.py [--json FILE] [--hidden 768 --layers 7 --rank 64 --threads 2 …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_logra import platform
+
+platform.install()
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from megatron_logra import distributed, memory, planner  # noqa: E402
+from megatron_logra.config import Config, ParallelConfig, config_from_dict  # noqa: E402
+from megatron_logra.model.gpt import build_model, forward_head, transformer_config  # noqa: E402
+from megatron_logra.optimizer.learner import Learner  # noqa: E402
+from megatron_logra.optimizer.predicted_kl import ProbeBatch  # noqa: E402
+
+PHASES = ("forward", "backward", "optimizer", "step")
+
+
+def configuration(args: argparse.Namespace, kind: str) -> Config:
+    """The benchmark's model: a GPT with grouped queries and SwiGLU."""
+    return config_from_dict(
+        {
+            "model": {
+                "spec": {
+                    "num_layers": args.layers,
+                    "hidden_size": args.hidden,
+                    "ffn_hidden_size": args.hidden * 8 // 3 // 64 * 64,
+                    "num_attention_heads": args.hidden // 64,
+                    "num_query_groups": args.hidden // 64,
+                    "vocab_size": args.vocabulary,
+                    "share_embeddings_and_output_weights": True,
+                },
+                "tokenizer": "bytes",
+            },
+            "optimizer": {"kind": kind},
+            "sketch": {"rank": args.rank},
+            "step_control": {"mode": args.mode, "realised_kl_interval": 0},
+            "train": {
+                "precision": args.precision,
+                "seq_length": args.sequence,
+                "micro_batch_size": args.batch,
+            },
+        }
+    )
+
+
+class Program:
+    """One of the two programs, with the times of its phases."""
+
+    def __init__(self, args: argparse.Namespace, kind: str, pg: Any) -> None:
+        self.args = args
+        self.cfg = configuration(args, kind)
+        tconfig, arguments = transformer_config(self.cfg)
+        self.learner = Learner([build_model(tconfig, arguments, pg)], tconfig, self.cfg, pg)
+        self.times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+
+    def step(self, batches: list[torch.Tensor]) -> None:
+        """Forward and backward of all micro-batches, then the optimizer's step."""
+        positions = torch.arange(self.args.sequence).expand_as(batches[0])
+        forward_seconds = 0.0
+
+        def forward_step(iterator: Any, model: torch.nn.Module) -> Any:
+            nonlocal forward_seconds
+            tokens = next(iterator)
+            started = time.perf_counter()
+
+            def head(hidden: torch.Tensor, logits_fn: Any) -> torch.Tensor:
+                logits = logits_fn(hidden[:-1]).transpose(0, 1).flatten(0, 1)
+                return torch.nn.functional.cross_entropy(
+                    logits.float(), tokens[:, 1:].flatten(), reduction="sum"
+                )
+
+            loss = forward_head(model, tokens, positions, head)
+            forward_seconds += time.perf_counter() - started
+            count = torch.tensor(tokens[:, 1:].numel(), dtype=torch.int)
+            return loss, lambda loss: (loss, count, {})
+
+        begun = time.perf_counter()
+        self.learner.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.learner.chunks,
+            num_microbatches=len(batches),
+            seq_length=self.args.sequence,
+            micro_batch_size=self.args.batch,
+            forward_only=False,
+        )
+        passed = time.perf_counter()
+        probe = ProbeBatch(
+            batches[0][: self.args.probe],
+            positions[: self.args.probe],
+            torch.ones_like(batches[0][: self.args.probe], dtype=torch.bool),
+        )
+        result = self.learner.step(probe if self.args.mode == "kl_budget" else None)
+        assert result.applied, result.reason
+        ended = time.perf_counter()
+        for phase, seconds in zip(
+            PHASES,
+            (forward_seconds, passed - begun - forward_seconds, ended - passed, ended - begun),
+            strict=True,
+        ):
+            self.times[phase].append(seconds)
+
+    def medians(self) -> dict[str, float]:
+        """Median seconds of each phase."""
+        return {phase: statistics.median(times) for phase, times in self.times.items()}
+
+
+def floor(cfg: Config) -> float:
+    """(2 + r/d + r/k)/3 of the targets' FLOPs, and 1 for what both do: attention and the head."""
+    tconfig, arguments = transformer_config(cfg)
+    rank, dense, ours = cfg.sketch.rank, 0.0, 0.0
+    for shape in planner.parameter_shapes(tconfig, arguments):
+        if shape.name.rsplit(".", 1)[-1] in cfg.sketch.targets:
+            d, k = shape.size
+            dense += 3 * d * k
+            ours += (2 + rank / d + rank / k) * d * k
+    return ours / dense
+
+
+def draw_seconds(learner: Learner, times: int = 10) -> float:
+    """Median seconds to draw the projections of all targets."""
+    assert learner.sketch is not None
+    projections, found = learner.sketch.capture.projections, []
+    for number in range(times):
+        started = time.perf_counter()
+        projections.redraw(number + 1000)
+        found.append(time.perf_counter() - started)
+    projections.redraw(learner.update)
+    return statistics.median(found)
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--probe", type=int, default=1, help="responses of the KL probe")
+    parser.add_argument("--mode", choices=("kl_budget", "lr"), default="lr")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    pg = distributed.initialize(ParallelConfig(), seed=0)
+    programs = {
+        name: Program(args, kind, pg) for name, kind in (("dense", "adam"), ("logra", "logra"))
+    }
+    parameters = sum(p.numel() for p in programs["dense"].learner.chunks[0].parameters())
+    generator = torch.Generator().manual_seed(0)
+    shape = (args.batch, args.sequence)
+    for number in range(args.steps + 1):
+        batches = [
+            torch.randint(0, args.vocabulary, shape, generator=generator)
+            for _ in range(args.micro_batches)
+        ]
+        for program in programs.values():
+            program.step(batches)
+        if number == 0:  # warm-up
+            for program in programs.values():
+                program.times = {phase: [] for phase in PHASES}
+    dense, logra = programs["dense"].medians(), programs["logra"].medians()
+    sizes = {name: program.learner.memory_bytes() for name, program in programs.items()}
+    state = {
+        n: s["gradients"] + s["optimizer"] + s["sketches"] + s["projections"]
+        for n, s in sizes.items()
+    }
+    figures = {
+        "parameters": parameters,
+        "rank": args.rank,
+        "precision": args.precision,
+        "mode": args.mode,
+        "threads": args.threads,
+        "tokens_per_step": args.batch * args.sequence * args.micro_batches,
+        "dense": dense | {"bytes": sizes["dense"]},
+        "logra": logra | {"bytes": sizes["logra"]},
+        "ratio": logra["step"] / dense["step"],
+        "floor": floor(programs["logra"].cfg),
+        "gradient_and_optimizer_bytes_saved": 1 - state["logra"] / state["dense"],
+        "draw_seconds": draw_seconds(programs["logra"].learner),
+        "peak_bytes": memory.peak_bytes(),
+    }
+    figures["draw_share_of_step"] = figures["draw_seconds"] / logra["step"]
+    distributed.shutdown()
+    print_table(figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def print_table(figures: dict[str, Any]) -> None:
+    """The figures for people."""
+    dense, logra = figures["dense"], figures["logra"]
+    print(
+        f"{figures['parameters'] / 1e6:.1f} M parameters, rank {figures['rank']}, "
+        f"{figures['precision']}, mode {figures['mode']}, {figures['threads']} threads, "
+        f"{figures['tokens_per_step']} tokens a step; medians"
+    )
+    print(f"{'':12}{'dense':>10}{'logra':>10}{'ratio':>8}")
+    for phase in PHASES:
+        print(
+            f"{phase:12}{dense[phase]:>9.3f}s{logra[phase]:>9.3f}s"
+            f"{logra[phase] / dense[phase]:>8.2f}"
+        )
+    print(f"FLOP floor of the sketched linears, (2 + r/d + r/k)/3: {figures['floor']:.3f}")
+    for kind in (*memory.KINDS, "static"):
+        a, b = dense["bytes"][kind], logra["bytes"][kind]
+        print(f"{kind:12}{a / 2**20:>8.1f}Mi{b / 2**20:>8.1f}Mi")
+    print(
+        "gradients, moments, sketches and projections: "
+        f"{100 * figures['gradient_and_optimizer_bytes_saved']:.1f} % fewer bytes than dense"
+    )
+    print(
+        f"drawing all projections: {1000 * figures['draw_seconds']:.1f} ms, "
+        f"{100 * figures['draw_share_of_step']:.2f} % of a step"
+    )
+
+
+if __name__ == "__main__":
+    main()
