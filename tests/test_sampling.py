@@ -140,9 +140,7 @@ def test_filters_keep_the_lowest_of_tied_tokens() -> None:
 
 
 @every_setting
-def test_a_row_depends_on_no_other_row(
-    generator: torch.Generator, setting: SamplingConfig
-) -> None:
+def test_a_row_depends_on_no_other_row(generator: torch.Generator, setting: SamplingConfig) -> None:
     logits, uniforms = random_logits(generator, 16, 700), uniform(generator, 16)
     logits[3] = logits[4]  # ties within one row only
     logits[3].round_()

@@ -1,6 +1,7 @@
 """Tokens per second of the rollout engine, against a plain loop that has no cache.
 
-Both get the same prompts and the same sampling noise, so in fp32 they return the same tokens.
+Both get the same prompts and the same sampling noise, so in fp32 they return the same tokens; in
+bf16 a rounded logit now and then tips a token over, and the rest of that response differs.
 
     python tools/bench_rollout.py --json rollout.json
     python tools/bench_rollout.py --hf DIR --precision bf16
@@ -256,7 +257,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hf", metavar="DIR", help="Hugging Face model; default: a small random one")
+    parser.add_argument("--hf", metavar="DIR", help="Hugging Face model (default: small, random)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="responses per prompt")

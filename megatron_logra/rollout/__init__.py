@@ -1,0 +1,1 @@
+"""Generating responses with the current policy."""

@@ -1,10 +1,10 @@
 """Quicker attention for decoding with Megatron's local (unfused) layers.
 
-Megatron's static KV cache keeps keys without their rotary embedding and rotates all of them at every
-step, and its unfused attention copies keys and values once per query head. Both costs grow with the
-length of the sequence and exceed those of the weights after a few dozen tokens. While the context
-manager is open, keys are rotated once, when they enter the cache, and a decode step reads the cache
-in place.
+Megatron's static KV cache keeps keys without their rotary embedding and rotates all of them at
+every step, and its unfused attention copies keys and values once per query head. Both costs grow
+with the length of the sequence and exceed that of the weights after a few dozen tokens. While the
+context manager is open, keys are rotated once, when they enter the cache, and a decode step reads
+the cache in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
     """Let `model` decode as described above, over sequences of up to `length` tokens.
 
-    Only the attention cores of the local layers with rotary embeddings are replaced, and put back at
-    the end; other models (Transformer Engine's attention is quick by itself) are left as they are.
+    Only the attention cores of the local layers with rotary embeddings are replaced, and put back
+    at the end; other models (Transformer Engine's attention is quick by itself) stay as they are.
     Within, every forward pass needs a fresh static inference context or one filled within.
     """
     cores = [

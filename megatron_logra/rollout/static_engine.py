@@ -1,9 +1,10 @@
 """Batched generation through Megatron's static KV cache, with the trainer's own weights.
 
-The rows of a wave share one length: Megatron's static cache has a single write position. The prompts
-are run up to the length of the wave's shortest one, once for rows with the same tokens; what longer
-prompts have left is then fed token by token while shorter ones already generate. So no row is ever
-padded: positions and attention are those of the training forward pass, whatever the layers are.
+The rows of a wave share one length: Megatron's static cache has a single write position. The
+prompts are run up to the length of the wave's shortest one, once for rows with the same tokens;
+what longer prompts have left is then fed token by token while shorter ones already generate. So no
+row is ever padded: positions and attention are those of the training forward pass, whatever the
+layers are.
 """
 
 from __future__ import annotations
@@ -140,9 +141,7 @@ class StaticEngine:
             """Append a token to every row's response; tells which rows have ended."""
             nonlocal finished
             places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
-            uniforms = noise(
-                *places.to(logits.device).T, seed=seed, update=update, stream=stream
-            )
+            uniforms = noise(*places.to(logits.device).T, seed=seed, update=update, stream=stream)
             tokens, logprobs = sample(logits, uniforms, sampling)
             ended = []
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
@@ -224,9 +223,7 @@ class StaticEngine:
                     context.key_value_memory_dict[layer] = tuple(
                         memory.new_empty(capacity, len(rows), *memory.shape[2:]) for memory in pair
                     )
-                for memory, filled in zip(
-                    context.key_value_memory_dict[layer], pair, strict=True
-                ):
+                for memory, filled in zip(context.key_value_memory_dict[layer], pair, strict=True):
                     memory[:length, target] = filled[:, source]
         assert logits is not None
         context.increment_sequence_len_offset(length)
@@ -256,7 +253,8 @@ class StaticEngine:
 def _waves(rows: list[_Row], batch_size: int) -> Iterator[list[_Row]]:
     """Split rows into batches of prompts of similar length.
 
-    Feeding a prompt's rest takes no more steps than its response may, or a wave of its own is better.
+    Feeding the rest of a prompt takes no more steps than its response may take: beyond that, a wave
+    of its own costs less.
     """
     wave: list[_Row] = []
     for row in sorted(rows, key=lambda row: len(row.prompt)):
