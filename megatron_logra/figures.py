@@ -155,14 +155,15 @@ def _curve(axes: Axes, run: Run, key: str, index: int) -> None:
     colour = RUN_COLOURS[index % len(RUN_COLOURS)]
     if len(steps) > _SMOOTHED_FROM:
         axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
-        width = max(5, len(steps) // 30)
-        kernel = np.ones(width)
-        # Divided by the number of points really under the window: no droop at either end.
-        values = np.convolve(values, kernel, "same") / np.convolve(
-            np.ones_like(values), kernel, "same"
-        )
+        values = _rolling_mean(values, max(5, len(steps) // 30 | 1))
     marker = MARKERS[index % len(MARKERS)] if len(steps) <= _MARKERS_UP_TO else None
     axes.plot(steps, values, color=colour, marker=marker, label=run.name)
+
+
+def _rolling_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Centred mean over an odd number of points [n]; at the ends, over those that are there."""
+    kernel = np.ones(width)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")
 
 
 def _curves(

@@ -63,10 +63,17 @@ def load_run(path: Path, name: str | None = None) -> Run:
         raise UserError(f"{summary}:{error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: config.yaml or summary.json is not UTF-8 text") from None
-    memory = values.get("memory", {}) if isinstance(values, dict) else None
-    if not isinstance(memory, dict) or not all(isinstance(v, dict) for v in memory.values()):
+    if not _is_memory(values.get("memory", {}) if isinstance(values, dict) else None):
         raise UserError(f"{summary}: memory: expected a mapping of optimizers to bytes by kind")
     return Run(name or path.resolve().name, path, records, config_text, values)
+
+
+def _is_memory(memory: Any) -> bool:
+    """Whether it maps optimizers to numbers of bytes by kind."""
+    return isinstance(memory, dict) and all(
+        isinstance(kinds, dict) and all(isinstance(value, int | float) for value in kinds.values())
+        for kinds in memory.values()
+    )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -124,8 +124,7 @@ main() {
     { exec 9>"$venv.lock"; } 2>/dev/null || die "cannot write to $(dirname "$venv")"
     flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
   fi
-  # Not `deps_ready || make_environment`: bash would ignore failures inside the function.
-  if ! deps_ready; then make_environment; fi
+  deps_ready || make_environment
   if ! package_ready; then
     install --no-deps --no-build-isolation --editable "$repo"
     package_key >"$venv/.megatron_logra-package"
