@@ -82,7 +82,7 @@ class ReasoningGymSource:
         self, task: str, params: dict[str, Any], scorer: str, splits: tuple[Split, ...]
     ) -> None:
         self.scorer, self.splits = scorer, splits
-        self.dataset = _create(task, params)
+        self.dataset = create_dataset(task, params)
         self.size = len(self.dataset)
         self.bounded = self._is_bounded()
         prepare(scorer)
@@ -171,7 +171,12 @@ def _packed(item: int, entry: dict[str, Any]) -> tuple[int, str, Any, bytes]:
     return item, entry["question"], entry["answer"], pickle.dumps(entry)
 
 
-def _create(task: str, params: dict[str, Any]) -> Any:
+def create_dataset(task: str, params: dict[str, Any]) -> Any:
+    """The library's data set of a task, with a fixed seed.
+
+    Raises:
+        UserError: no such task or parameter, or the task refuses a value.
+    """
     import reasoning_gym
     from reasoning_gym import composite
     from reasoning_gym.factory import DATASETS
