@@ -46,7 +46,9 @@ def inspect() -> list[Finding]:
         python(),
         required("torch", (2, 11)),
         required("megatron-core", (0, 19), below=(0, 20)),
-        *map(required, ("transformers", "safetensors", "sentencepiece", "pydantic", "gguf")),
+        *map(required, ("transformers", "tokenizers", "safetensors", "pydantic")),
+        optional("sentencepiece", "tokenizers that come as SentencePiece models are off"),
+        optional("gguf", "fetching the quickstart's model is off"),
         optional("reasoning-gym", "the reasoning_gym environments are off"),
         optional("math-verify", "the math_verify scorer is off"),
         optional("tensorboard", "logging.tensorboard must be false"),
@@ -131,7 +133,7 @@ def host() -> Finding:
         import psutil
     except ImportError:
         return Finding(
-            "host", "absent", "psutil is not installed", "memory/peak_bytes on CPUs is off"
+            "host", "absent", "psutil is not installed", "cores and memory are not shown here"
         )
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -359,15 +359,9 @@ def _dense(run: Run, key: str) -> np.ndarray:
 
 
 def accuracy_keys(run: Run) -> list[str]:
-    """The `eval/*` keys that are shares: every value lies between 0 and 1."""
+    """The run's `eval/*` keys that are shares of right answers."""
     keys = {key for record in run.records for key in record if key.startswith("eval/")}
-    shares = []
-    for key in sorted(keys):
-        _, values = run.series(key)
-        counts = key.endswith(("_s", "/n", "_seconds", "problems"))
-        if len(values) and not counts and values.min() >= 0 and values.max() <= 1:
-            shares.append(key)
-    return shares
+    return sorted(key for key in keys if ("pass@" in key or "accuracy" in key) and _has([run], key))
 
 
 def _accuracy(runs: Sequence[Run]) -> Figure | None:

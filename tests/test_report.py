@@ -53,7 +53,7 @@ def make_run(directory: Path, steps: int, *, control: bool = True) -> Path:
                     "policy/alpha": rng.uniform(0.3, 3),
                 }
             if step in (0, steps - 1):
-                record |= {"eval/pass@1": (step + 1) / steps, "eval/seconds": 0.5}
+                record |= {"eval/pass@1": (step + 1) / steps, "eval/loss": 0.5}
             writer.write(step, record)
     return directory
 
@@ -119,6 +119,7 @@ def test_the_summary_tells_the_numbers_of_the_run(reported):
     text = Page(reported / "report" / "index.html").text
     assert f"{np.mean(rewards[:5]):.3f} → {np.mean(rewards[-5:]):.3f}" in text
     assert "pass@1, before → after0.050 → 1.000" in text
+    assert "loss, before" not in text  # eval/loss is no accuracy
     assert "accuracy (summary), before → after0.200 → –" in text
     assert "realised / predicted KL1.100 (10 measured)" in text
     assert "of these skipped1" in text
