@@ -127,7 +127,7 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is for the trainer, and killpg for us
             )
         self._connection = Connection(ours.detach())
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, os.getpid())
         try:
             self._connection.send((self._factory, self._arguments))
             if not self._connection.poll(_START_LIMIT_S):
@@ -156,8 +156,10 @@ class WorkerProcess:
         return Failure(value) if kind == "failure" else value
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
     connection.close()
+    if os.getpid() != owner:
+        return  # a fork of the program ends; the worker is not its own
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
