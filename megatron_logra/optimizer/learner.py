@@ -65,7 +65,7 @@ class StepResult:
     lr: float | None = None
     """Learning rate, where there is one."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time of `probe` and `apply`."""
+    """Time of `reduce` (at the end of the backward passes), `probe` and `apply`."""
 
 
 class Learner:
@@ -150,6 +150,7 @@ class Learner:
             optimizers.append(self.adam)
             self.schedulers.append(_scheduler(self.adam, cfg.optimizer.adam, cfg))
         self.optimizer = ChainedOptimizer(optimizers)
+        self._reduce_seconds = 0.0
         tconfig.finalize_model_grads_func = self._finalize_grads
         tconfig.no_sync_func = self._no_sync
 
@@ -177,11 +178,13 @@ class Learner:
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any
     ) -> None:
         """Reduce gradients and sketches, and divide both by the global batch's tokens."""
+        started = time.perf_counter()
         finalize_model_grads(model, num_tokens, **kwargs)
         if self._sketch_ddp is not None:
             self._sketch_ddp.finish_grad_sync()
             if num_tokens is not None:  # by now the sum over all ranks
                 self._sketch_ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
+        self._reduce_seconds = time.perf_counter() - started
 
     # --- the step ---------------------------------------------------------------------------
 
@@ -211,8 +214,12 @@ class Learner:
                 old_hidden = self.predictor.hidden(probe)
         applied, grad_norm, _ = self.optimizer.step()
         report = self.sketch.report if self.sketch is not None else StepReport()
-        seconds = {"probe": report.probe_seconds}
-        seconds["apply"] = time.perf_counter() - started - seconds["probe"]
+        taken = time.perf_counter() - started
+        seconds = {
+            "reduce": self._reduce_seconds,
+            "probe": report.probe_seconds,
+            "apply": taken - report.probe_seconds,
+        }
         if not applied:
             self.control.load_state_dict(before)
         realised = None
