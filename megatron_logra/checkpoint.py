@@ -20,7 +20,9 @@ import queue
 import random
 import re
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,8 @@ def save(
             unfinished.mkdir()
         dist.barrier()
         _write_results_stay_in_this_process()
-        dist_checkpointing.save(state, str(unfinished))
+        with _quiet():
+            dist_checkpointing.save(state, str(unfinished))
         if first:
             text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
             (unfinished / DESCRIPTION).write_text(text + "\n")
@@ -187,9 +190,10 @@ def load(path: Path, state: ShardedStateDict) -> dict[str, Any]:
         UserError: something that is asked for is not there, or has another shape.
     """
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            state, str(path), strict=StrictHandling.RAISE_UNEXPECTED
-        )
+        with _quiet():
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                state, str(path), strict=StrictHandling.RAISE_UNEXPECTED
+            )
     except _FAILURES as error:
         raise UserError(f"{path}: does not fit this run: {_one_line(error)}") from error
     return loaded
@@ -298,6 +302,15 @@ def _write_results_stay_in_this_process() -> None:
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings to Megatron about names that it is to replace."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed")
+        warnings.filterwarnings("ignore", module=r"megatron\.core\.dist_checkpointing")
+        yield
 
 
 def _save_failure(root: Path, final: Path, error: BaseException) -> str:
