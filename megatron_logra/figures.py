@@ -186,7 +186,12 @@ def _curves(
             panel, runs, label=columns or panel is axes[-1], ticks=9 // count if columns else 9
         )
     if len(runs) > 1:
-        axes[0].legend(loc="best")
+        # From all panels: a run may be missing in the first.
+        lines = {str(line.get_label()): line for panel in axes for line in panel.lines}
+        names = [run.name for run in runs if run.name in lines]
+        figure.legend(
+            [lines[name] for name in names], names, loc="outside lower center", ncols=len(names)
+        )
     return figure
 
 

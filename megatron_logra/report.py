@@ -121,7 +121,7 @@ def _summary_table(runs: Sequence[Run]) -> str:
         ("updates", lambda run: f"{len(run.records)}"),
         ("of these skipped", lambda run: _total(run, "train/skipped", "{:.0f}")),
         (f"reward, first → last {_SPAN}", lambda run: _ends(run, "reward/mean", "{:.3f}")),
-        (f"loss, first → last {_SPAN}", lambda run: _ends(run, "train/loss", "{:.4f}")),
+        (f"loss, first → last {_SPAN}", _loss_ends),
         ("realised / predicted KL", _kl_ratio),
         ("tokens/s in rollouts", lambda run: _mean(run, "rollout/tokens_per_s", "{:.0f}")),
         ("seconds/step", lambda run: _mean(run, "time/step_s", "{:.2f}")),
@@ -136,7 +136,10 @@ def _summary_table(runs: Sequence[Run]) -> str:
         keys = (f"{name}_before", f"{name}_after")
         if any(key in run.summary for run in runs for key in keys):
             cells = [
-                " → ".join(_number(run.summary.get(key), "{:.3f}") for key in keys) for run in runs
+                " → ".join(_number(run.summary.get(key), "{:.3f}") for key in keys)
+                if any(key in run.summary for key in keys)
+                else "–"
+                for run in runs
             ]
             rows.append([f"{name} (summary), before → after", *cells])
     return _table(["", *(run.name for run in runs)], [r for r in rows if set(r[1:]) != {"–"}])
@@ -151,6 +154,11 @@ def _ends(run: Run, key: str, form: str, span: int = _SPAN) -> str:
     if not len(values):
         return "–"
     return f"{form.format(values[:span].mean())} → {form.format(values[-span:].mean())}"
+
+
+def _loss_ends(run: Run) -> str:
+    # A policy-gradient loss says nothing as a number.
+    return "–" if len(run.series("reward/mean")[0]) else _ends(run, "train/loss", "{:.4f}")
 
 
 def _mean(run: Run, key: str, form: str) -> str:
