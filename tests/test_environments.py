@@ -453,8 +453,9 @@ def test_unknown_task_or_parameter_is_one_clear_line(
 
 
 def test_error_in_the_process_names_its_environment(build: Any) -> None:
-    with pytest.raises(UserError, match=r"environment sums: params\.min_term:"):
-        build(chain_sum(name="sums", params={"min_term": 1})).check()
+    function = {"kind": "python", "function": "no_such_module_anywhere:make", "name": "mine"}
+    with pytest.raises(UserError, match=r"environment mine: function: .*no_such_module_anywhere"):
+        build(function).check()
 
 
 @pytest.mark.parametrize(
