@@ -72,6 +72,9 @@ def train(argv: Sequence[str]) -> int:
         raise UserError(f"--nproc {args.nproc}: several ranks are not supported yet; expected 1")
     config = load_config(args.config, args.overrides)
 
+    from megatron_logra import platform
+
+    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import trainer
 
     trainer.run(config, resume=args.resume)
@@ -86,6 +89,9 @@ def evaluate(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     config = load_config(args.config, args.overrides)
 
+    from megatron_logra import platform
+
+    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import evaluate
 
     evaluate.run(config, args.checkpoint)
@@ -103,6 +109,9 @@ def generate(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     config = load_config(args.config, args.overrides)
 
+    from megatron_logra import platform
+
+    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import evaluate
 
     evaluate.generate(config, args.prompt, args.checkpoint)

@@ -147,13 +147,18 @@ class _Misleading(logging.Filter):
 
 def _quieten() -> None:
     """Silence what Megatron says about optional packages that are deliberately not used."""
-    for pattern in (
-        ".*[Aa]pex.*",
-        ".*Transformer Engine.*",
-        ".*transformer_engine.*",
-        "full scope is deprecated",
+    for module, pattern in (
+        ("megatron", ".*[Aa]pex.*"),
+        ("megatron", ".*Transformer Engine.*"),
+        ("megatron", ".*transformer_engine.*"),
+        ("megatron", "full scope is deprecated"),
+        ("megatron", ".*is experimental and still under active development"),
+        ("megatron", ".*tp_group is None, using default tp group"),
+        ("megatron", r"The \.grad attribute of a Tensor that is not a leaf"),
+        ("torch", r".*is deprecated\. Please use `torch\.distributed"),
     ):
-        warnings.filterwarnings("ignore", message=pattern, module="megatron")
+        warnings.filterwarnings("ignore", message=pattern, module=module)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # CUDA_HOME, no GPU
     for name in (
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.tensor_parallel.random",

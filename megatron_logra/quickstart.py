@@ -51,6 +51,9 @@ def run(kind: str, seed: int, run_dir: Path, overrides: Sequence[str]) -> dict[s
     Raises:
         UserError: the model cannot be fetched, or an override is wrong.
     """
+    from megatron_logra import platform
+
+    platform.install()  # before anything imports Megatron-Core
     from megatron_logra import planner, report
     from megatron_logra.model import smollm2
     from megatron_logra.rl import trainer
