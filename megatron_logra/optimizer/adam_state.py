@@ -3,7 +3,8 @@
 Without Transformer Engine or apex, Megatron-Core 0.19 keeps Adam's `step` as a tensor in the state
 of each parameter, saves it in the parameter groups, and then misses it among the loaded tensors
 (KeyError: 'step'). Here a tensor that was not loaded keeps its value, which `load_state_dict` has
-already set from the parameter groups.
+already set from the parameter groups. And Megatron gives all parameters one and the same `step`
+tensor when it loads, which torch's Adam would then count up once per parameter.
 """
 
 from __future__ import annotations
@@ -23,4 +24,12 @@ def allow_loading(optimizer: DistributedOptimizer) -> None:
     def set_all_but_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         set_states(parameter, {"step": None, **tensors})
 
+    load = optimizer.load_state_dict
+
+    def load_with_a_step_each(state_dict: dict[str, Any]) -> None:
+        load(state_dict)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
     optimizer._set_main_param_and_optimizer_states = set_all_but_step
+    optimizer.load_state_dict = load_with_a_step_each
