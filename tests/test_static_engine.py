@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rollout import static_engine as module
+from megatron_logra.rollout.attention import _DecodingCore
 from megatron_logra.rollout.static_engine import Response, StaticEngine
 
 VOCABULARY = 131
@@ -327,7 +328,27 @@ def test_bf16_models_generate_with_logprobs_near_the_full_forward(
             for response in group
         ]
     )
+    # Roundings may differ between batch shapes, depending on the machine's matrix products.
     assert gaps.abs().mean() < 0.05 and gaps.abs().max() < 0.4
+
+
+@pytest.mark.parametrize("spec", [{}, {"apply_query_key_layer_scaling": True}])
+def test_quick_attention_rounds_as_megatron_does_in_bf16(
+    pg: ProcessGroupCollection, generator: torch.Generator, spec: dict[str, Any]
+) -> None:
+    model = tiny_model(pg, spec, train={"precision": "bf16"})
+    original = model.decoder.layers[1].self_attention.core_attention
+    quick = _DecodingCore(original, angles=torch.zeros(30, 1, 1, 12))  # rotates by nothing
+
+    def inputs(length: int, heads: int) -> Tensor:
+        return torch.randn(length, 9, heads, 12, generator=generator).bfloat16()
+
+    for length in (1, 17, 30):
+        query, key, value = inputs(1, 6), inputs(length, 2), inputs(length, 2)
+        expected, found = (core(query, key, value, None) for core in (original, quick))
+        assert found.shape == expected.shape and found.dtype == torch.bfloat16
+        assert (found == expected).float().mean() > 0.98
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 def test_weights_that_are_not_finite_are_an_error(

@@ -66,7 +66,7 @@ class _DecodingCore(nn.Module):
         self.original = original
         self.angles = angles  # [length, 1, 1, rotated channels] float32
         softmax = original.scale_mask_softmax
-        self.scale = original.softmax_scale * (1.0 if softmax.scale is None else softmax.scale)
+        self.layer_scale = softmax.scale  # undoes the division by the layer's number, in float32
         self.plain = softmax.window_size is None and original.softmax_offset is None
 
     def forward(
@@ -89,15 +89,21 @@ class _DecodingCore(nn.Module):
             return self.original(query, key, value, attention_mask, **options)
         _, batch, heads, channels = query.shape
         groups = key.size(2)
-        # The query heads that share a key head are the rows of one small matrix product.
+        # The query heads that share a key head are the rows of one small matrix product. Products
+        # of transposed bf16 matrices are slow on CPUs: a plain copy first pays off.
         query = query.reshape(batch * groups, heads // groups, channels)
-        key = key.reshape(total, batch * groups, channels).permute(1, 2, 0)
-        value = value.reshape(total, batch * groups, channels).transpose(0, 1)
-        if query.device.type == "cpu" and query.dtype != torch.float32:
-            # Strided bf16 products are copied element by element there; fp32 ones are not.
-            result = _attend(query.float(), key.float(), value.float(), self.scale).to(value.dtype)
-        else:
-            result = _attend(query, key, value, self.scale)
+        key, value = (
+            memory.reshape(total, batch * groups, channels).transpose(0, 1).contiguous()
+            for memory in (key, value)
+        )
+        # The steps, their types and so their roundings are those of Megatron's attention. Any
+        # others would move bf16 log-probabilities by more than a policy update does.
+        scores = torch.baddbmm(
+            query.new_empty(1), query, key.mT, beta=0.0, alpha=self.original.softmax_scale
+        ).float()
+        if self.layer_scale is not None:
+            scores *= self.layer_scale
+        result = torch.bmm(scores.softmax(dim=-1).to(value.dtype), value)
         return result.reshape(1, batch, heads * channels)
 
     def _rotate(self, tensor: Tensor, angles: Tensor) -> Tensor:
@@ -105,9 +111,3 @@ class _DecodingCore(nn.Module):
         return apply_rotary_pos_emb(
             tensor, angles, config=original.config, cp_group=original.pg_collection.cp
         )
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[n, m, c], [n, c, k], [n, k, c] → [n, m, c]; the softmax is taken in float32."""
-    scores = torch.bmm(query, key).float().mul_(scale)
-    return torch.bmm(scores.softmax(dim=-1).to(value.dtype), value)
