@@ -67,8 +67,6 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
             f"parallel.expert={parallel.expert}: needs as many data-parallel ranks, "
             f"but this run has {ranks // needed}"
         )
-    if ranks > 1:
-        raise UserError(f"WORLD_SIZE={ranks}: several ranks are not supported yet; expected 1")
 
 
 def shutdown() -> None:
@@ -77,6 +75,13 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over a group's ranks, in place; returns `values`."""
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 def _launched() -> bool:

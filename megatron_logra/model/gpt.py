@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
@@ -210,9 +211,20 @@ def _call_head(
     **_: Any,
 ) -> Any:
     """Megatron's output_processor: `context` is the head."""
+    split = bool(output_layer.sequence_parallel)
+    if split:
+        # The head picks positions, so it sees all of them; the output layer's own backward then
+        # sums the ranks' gradients, and each keeps those of its positions.
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
+        )
 
     def logits(hidden: Tensor) -> Tensor:
-        result, _bias = output_layer(hidden, weight=output_weight)
+        output_layer.sequence_parallel = False
+        try:
+            result, _bias = output_layer(hidden, weight=output_weight)
+        finally:
+            output_layer.sequence_parallel = split
         return scale_logits(result)
 
     return context(hidden_states, logits)

@@ -17,16 +17,17 @@ def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]
     Inside a pipeline stage Megatron numbers its layers from 0; here a layer keeps its number in the
     model. A weight that is tied within the stage appears once, as the embedding.
     """
-    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
-        yield (
-            re.sub(
-                r"^decoder\.layers\.(\d+)\.",
-                lambda match: f"decoder.layers.{numbers[match.group(1)]}.",
-                name,
-            ),
-            parameter,
-        )
+        yield whole_name(model, name), parameter
+
+
+def whole_name(model: GPTModel, name: str) -> str:
+    """The name in the whole model of what is called `name` in this pipeline stage."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if match is None:
+        return name
+    number = model.decoder.layers[int(match[1])].layer_number - 1
+    return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
 def whole_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_logra import memory
 from megatron_logra.config import Config, ScheduleConfig
+from megatron_logra.model.parameters import whole_name
 from megatron_logra.optimizer.adam_state import allow_loading
 from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
 from megatron_logra.optimizer.sketch_optimizer import SketchDistributedOptimizer, StepReport
@@ -101,7 +103,14 @@ class Learner:
         capture = None
         if sketched:
             factor_dtype = _DTYPES[cfg.step_control.factor_dtype]
-            capture = SketchCapture(model, cfg.sketch, factor_dtype)
+            capture = SketchCapture(
+                model,
+                cfg.sketch,
+                factor_dtype,
+                tp_group=pg.tp,
+                sequence_parallel=tconfig.sequence_parallel,
+                whole_name=partial(whole_name, model),
+            )
             if not train_others:
                 model.requires_grad_(False)
         ddp_config = DistributedDataParallelConfig(
@@ -124,6 +133,7 @@ class Learner:
                 else 1.0,
                 chunk=cfg.algorithm.logprob_chunk,
                 rows=cfg.train.micro_batch_size,
+                pg=pg,
             )
             self._sketch_ddp = _wrap_proxies(capture, tconfig, ddp_config, pg, cfg.sketch.rank)
             self.sketch = SketchDistributedOptimizer(

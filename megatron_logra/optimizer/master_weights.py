@@ -8,9 +8,11 @@ together while it is needed.
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, Protocol
 
 import torch
+from torch import distributed as dist
 
 
 class MasterWeight(Protocol):
@@ -52,11 +54,23 @@ class Fp32Weight:
 
 
 class Fp32Master:
-    """A bf16 weight with an fp32 copy beside it (4 more bytes per parameter)."""
+    """A bf16 weight with an fp32 copy beside it (4 more bytes per parameter).
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    Data-parallel ranks each keep the copy of an equal part of the rows (ZeRO-1), and gather the
+    bf16 rows of the others.
+    """
+
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.weight = weight
-        self.master = weight.float()
+        self.group = group
+        share = -(-len(weight) // group.size())
+        bounds = [min(share * i, len(weight)) for i in range(group.size() + 1)]
+        self.parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        self.master = weight[self._own].float()
+
+    @property
+    def _own(self) -> slice:
+        return self.parts[self.group.rank()]
 
     @property
     def nbytes(self) -> int:
@@ -65,17 +79,38 @@ class Fp32Master:
 
     def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
         """See `MasterWeight.update`."""
-        self.master.addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
-        self.weight.copy_(self.master)
+        self.master.addmm_(factor[self._own], projection_t.t(), beta=decay, alpha=-1)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.weight[self._own] = self.master.to(self.weight.dtype)
+        _gather_rows(self.weight, self.parts, self.group)
 
     def value(self) -> torch.Tensor:
         """See `MasterWeight.value`."""
-        return self.master
+        if self.group.size() == 1:
+            return self.master
+        whole = torch.empty_like(self.weight, dtype=torch.float32)
+        whole[self._own] = self.master
+        _gather_rows(whole, self.parts, self.group)
+        return whole
 
     def load(self, value: torch.Tensor) -> None:
         """See `MasterWeight.load`."""
-        self.master.copy_(value)
-        self.weight.copy_(self.master)
+        self.master.copy_(value[self._own])
+        self._publish()
+
+
+def _gather_rows(tensor: torch.Tensor, parts: list[slice], group: dist.ProcessGroup) -> None:
+    """Fill in the rows that the other ranks hold; rank i holds `parts[i]`."""
+    if group.size() == 1:
+        return
+    if len({part.stop - part.start for part in parts}) == 1:
+        dist.all_gather_into_tensor(tensor, tensor[parts[group.rank()]].clone(), group=group)
+        return
+    for owner, part in enumerate(parts):  # not an equal number of rows each
+        if part.stop > part.start:
+            dist.broadcast(tensor[part], group=group, group_src=owner)
 
 
 class Remainder:
@@ -123,12 +158,20 @@ def join_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
-def master_weight(weight: torch.Tensor, kind: Literal["sharded", "replicated"]) -> MasterWeight:
-    """The holder of `weight`'s fp32 value for its type and the configured kind."""
+def master_weight(
+    weight: torch.Tensor, kind: Literal["sharded", "replicated"], group: dist.ProcessGroup
+) -> MasterWeight:
+    """The holder of `weight`'s fp32 value for its type and the configured kind.
+
+    Args:
+        weight: this rank's part [d, k] of the weight.
+        kind: `sharded` divides fp32 masters over `group`; `replicated` keeps remainders.
+        group: data-parallel ranks that hold the same part.
+    """
     weight = weight.detach()
     if weight.dtype == torch.float32:
         return Fp32Weight(weight)
-    return Fp32Master(weight) if kind == "sharded" else Remainder(weight)
+    return Fp32Master(weight, group) if kind == "sharded" else Remainder(weight)
 
 
 def master_bytes(parameters: int, precision: str, kind: str) -> int:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed as dist
 
+from megatron_logra.distributed import all_reduce
 from megatron_logra.model.gpt import LogitsFn, forward_head
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
@@ -21,7 +24,7 @@ from megatron_logra.sketch.capture import SketchCapture
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Responses on which a step's KL is measured."""
+    """Responses on which a step's KL is measured: those of the global batch, on every rank."""
 
     tokens: torch.Tensor
     """[b, s] int64, right-padded."""
@@ -40,6 +43,8 @@ class PredictedKL:
         temperature: softmax temperature T of the policy.
         chunk: positions whose logits exist at once.
         rows: responses in one forward pass.
+        pg: process groups. Data-parallel ranks share the responses; tensor-parallel ranks share
+            the vocabulary, of which only sums per position cross.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class PredictedKL:
         temperature: float,
         chunk: int,
         rows: int,
+        pg: ProcessGroupCollection,
     ) -> None:
         rules.install()
         self.model = model
@@ -57,6 +63,7 @@ class PredictedKL:
         self.temperature = temperature
         self.chunk = chunk
         self.rows = rows
+        self.pg = pg
 
     @torch.no_grad()
     def predict(self, probe: ProbeBatch) -> float:
@@ -65,7 +72,7 @@ class PredictedKL:
         Raises:
             ValueError: the probe has no generated position.
         """
-        total = torch.zeros((), dtype=torch.float64, device=probe.tokens.device)
+        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -78,14 +85,32 @@ class PredictedKL:
 
             with self._probing(), forward_ad.dual_level(), self.capture.tangent():
                 total += forward_head(self.model, part.tokens, part.position_ids, head)
-        return float(total / probe.mask.sum())
+        return self._mean(total, probe)
+
+    def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
+        """The mean over the whole probe's positions, of sums over this rank's responses."""
+        return float(all_reduce(total, self.pg.dp_cp) / probe.mask.sum())
 
     def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-        """½ Var_p(ż/T) of each position, float64 [n]; logits and tangent [n, 1, vocab]."""
-        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+        """½ Var_p(ż/T) of each position, float64 [n]; logits and tangent [n, 1, vocab/tp]."""
+        weights = torch.softmax(logits.float() / self.temperature, dim=-1)
+        if self.pg.tp.size() > 1:
+            weights *= self._share_of_mass(logits.float() / self.temperature)
         change = tangent.float() / self.temperature
-        centred = change - (probabilities * change).sum(dim=-1, keepdim=True)
-        return 0.5 * (probabilities * centred.square()).sum(dim=-1).double()
+        mean = all_reduce((weights * change).sum(dim=-1, keepdim=True), self.pg.tp)
+        spread = all_reduce((weights * (change - mean).square()).sum(dim=-1), self.pg.tp)
+        return 0.5 * spread.double()
+
+    def _share_of_mass(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the softmax's mass at each position, [n, 1, 1]."""
+        own = logits.logsumexp(dim=-1, keepdim=True)
+        return (own - self._log_normaliser(own)).exp()
+
+    def _log_normaliser(self, own: torch.Tensor) -> torch.Tensor:
+        """The vocabulary's logsumexp from those of the ranks' parts."""
+        largest = own.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.pg.tp)
+        return largest + all_reduce((own - largest).exp(), self.pg.tp).log()
 
     @torch.no_grad()
     def hidden(self, probe: ProbeBatch) -> torch.Tensor:
@@ -98,7 +123,7 @@ class PredictedKL:
 
             with self._probing():
                 parts.append(forward_head(self.model, part.tokens, part.position_ids, head))
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
 
     @torch.no_grad()
     def realised(self, probe: ProbeBatch, old_hidden: torch.Tensor) -> float:
@@ -107,7 +132,7 @@ class PredictedKL:
         The output layer must be the same before and after the step, as it is where non-targets
         are frozen and it is no target.
         """
-        total = torch.zeros((), dtype=torch.float64, device=probe.tokens.device)
+        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
         done = 0
         for part in self._parts(probe):
             count = int(part.mask.sum())
@@ -123,21 +148,25 @@ class PredictedKL:
                     old_logprobs = self._log_softmax(logits_fn(before))
                     new_logprobs = self._log_softmax(logits_fn(after))
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
-                return found
+                return all_reduce(found.unsqueeze(0), self.pg.tp)
 
             with self._probing():
                 total += forward_head(self.model, part.tokens, part.position_ids, head)
-        return float(total / probe.mask.sum())
+        return self._mean(total, probe)
 
     def _log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         # In float64: a step's KL of 1e-5 is a difference of numbers of order 1.
-        return torch.log_softmax(logits.double() / self.temperature, dim=-1)
+        scaled = logits.double() / self.temperature
+        own = scaled.logsumexp(dim=-1, keepdim=True)
+        return scaled - (own if self.pg.tp.size() == 1 else self._log_normaliser(own))
 
     def _parts(self, probe: ProbeBatch) -> Iterator[ProbeBatch]:
+        """This data-parallel rank's responses, some at a time."""
         if not bool(probe.mask.any()):
             raise ValueError("the probe has no generated token")
-        for start in range(0, len(probe.tokens), self.rows):
-            rows = slice(start, start + self.rows)
+        own = range(self.pg.dp_cp.rank(), len(probe.tokens), self.pg.dp_cp.size())
+        for start in range(0, len(own), self.rows):
+            rows = list(own[start : start + self.rows])
             if bool(probe.mask[rows].any()):
                 yield ProbeBatch(probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
 

@@ -25,12 +25,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed as dist
 
 from megatron_logra.config import OptimizerSection, SketchConfig
+from megatron_logra.distributed import all_reduce
 from megatron_logra.optimizer.master_weights import master_weight
 from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
 from megatron_logra.optimizer.step_control import StepControl
-from megatron_logra.sketch.capture import SketchCapture
+from megatron_logra.sketch.capture import SketchCapture, Target
 from megatron_logra.sketch.row_adam import row_factors, updated_moment
 
 
@@ -113,15 +115,14 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         self.update = 0
         """Updates applied so far; keys the projections."""
         self.report = StepReport()
-        self._ranges = [
-            self._get_model_param_range_map(target.proxy)["param"] for target in capture.targets
-        ]
+        self.pg = pg
+        self._spans = [self._own_span(target.proxy) for target in capture.targets]
         self.moments = [
-            torch.zeros(span.size // sketch.rank, device=target.weight.device)
-            for target, span in zip(capture.targets, self._ranges, strict=True)
+            torch.zeros(span.stop - span.start, device=target.weight.device)
+            for target, span in zip(capture.targets, self._spans, strict=True)
         ]
         self.masters = [
-            master_weight(target.weight, optimizer.master) for target in capture.targets
+            master_weight(target.weight, optimizer.master, pg.dp_cp) for target in capture.targets
         ]
         self._new_moments: list[torch.Tensor] = []
         self._copy_model_grads_to_main_grads()
@@ -137,9 +138,11 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         The base's fp32 copies of bf16 proxies are given up for the same memory: a direction is
         made in place of its sketch.
         """
-        for target, span in zip(self.capture.targets, self._ranges, strict=True):
+        for target, span in zip(self.capture.targets, self._spans, strict=True):
+            if span.start == span.stop:
+                continue  # all rows belong to other data-parallel ranks
             main_param = self._main_param(target.proxy)
-            main_grad = target.sketch.view(-1)[span.start : span.end]
+            main_grad = target.sketch[span].view(-1)
             if main_param.dtype != target.proxy.dtype:
                 main_param.data = main_grad  # a bf16 proxy; an fp32 one's is its own shard
             main_param.grad = main_grad
@@ -148,11 +151,20 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         group_index, order = self.model_param_group_index_map[proxy]
         return self.optimizer.param_groups[group_index]["params"][order]
 
+    def _own_span(self, proxy: torch.nn.Parameter) -> slice:
+        """The rows of a proxy that this data-parallel rank owns (see `sketch.layout`)."""
+        if proxy not in self.model_param_gbuf_map:
+            return slice(0, 0)
+        elements = self._get_model_param_range_map(proxy)["param"]
+        rank = proxy.shape[1]
+        assert elements.start % rank == elements.end % rank == 0, "a row is split"
+        return slice(elements.start // rank, elements.end // rank)
+
     def _own_sketches(self) -> list[torch.Tensor]:
         """This rank's rows of every S (or of D, once made), [rows, r] float32 views."""
         return [
-            target.sketch.view(-1)[span.start : span.end].view(-1, self.sketch.rank)
-            for target, span in zip(self.capture.targets, self._ranges, strict=True)
+            target.sketch[span]
+            for target, span in zip(self.capture.targets, self._spans, strict=True)
         ]
 
     # --- the step ---------------------------------------------------------------------------
@@ -165,7 +177,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         """
         self.report = StepReport()
         super().prepare_grads()
-        norm = _norm(self._own_sketches())
+        norm = math.sqrt(self._sum(_squares(self._own_sketches()), self.pg.intra_dist_opt))
         self.report.sketch_norm = norm
         if not math.isfinite(norm):
             self.report.failure = "a sketch is not finite"
@@ -206,11 +218,11 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             settings.rule,
             sketches,
             self._new_moments,
-            [target.rows for target in self.capture.targets],
+            [target.rows * self.pg.tp.size() for target in self.capture.targets],
             beta2=settings.beta2,
             eps=settings.eps,
             step=self.update + 1,
-            reduce_sums=lambda sums: sums,
+            reduce_sums=lambda sums: all_reduce(sums, self.pg.tp_dp_cp),
         )
         for s, factor in zip(sketches, factors, strict=True):
             s.mul_(factor.unsqueeze(1))
@@ -218,33 +230,50 @@ class SketchDistributedOptimizer(DistributedOptimizer):
     def _scale_to_update_ratio(self) -> None:
         """Scale all D together so that ‖D A‖ = ρ ‖W‖ over all targets."""
         ratio = self._direction_ratio()
+        self.report.update_ratio = 0.0
         if ratio == 0:
             return
-        factor = self.control.config.update_ratio / ratio
         for d in self._own_sketches():
-            d.mul_(factor)
+            d.mul_(self.control.config.update_ratio / ratio)
+        self.report.update_ratio = self.control.config.update_ratio
 
-    def _reconstructed_squares(self) -> list[torch.Tensor]:
-        """‖X A‖² of each target for X = S or D, float64 scalars, through the r × r Gram matrix."""
-        return [
-            ((x @ self.capture.projections.gram(index)) * x).sum(dtype=torch.float64)
-            for index, x in enumerate(self._own_sketches())
-        ]
+    def _reconstructed_squares(self) -> torch.Tensor:
+        """‖X A‖² of this rank's rows of each target, X = S or D: float64 [targets].
+
+        Through the r × r Gram matrices A Aᵀ, which for row-parallel targets are sums over the
+        tensor-parallel ranks' columns.
+        """
+        grams = [self.capture.projections.gram(i) for i in range(len(self.capture.targets))]
+        split = [g for g, t in zip(grams, self.capture.targets, strict=True) if t.row_parallel]
+        if split and self.pg.tp.size() > 1:
+            for gram, whole in zip(split, all_reduce(torch.stack(split), self.pg.tp), strict=True):
+                gram.copy_(whole)
+        return torch.stack(
+            [
+                ((x @ gram) * x).sum(dtype=torch.float64)
+                for x, gram in zip(self._own_sketches(), grams, strict=True)
+            ]
+        )
 
     def _direction_ratio(self) -> float:
-        """‖D A‖ / ‖W‖ over all targets."""
-        square = float(torch.stack(self._reconstructed_squares()).sum())
-        weights = _norm([target.weight for target in self.capture.targets])
-        return math.sqrt(max(0.0, square)) / weights
+        """‖D A‖ / ‖W‖ over all targets of the whole model."""
+        change = self._sum(self._reconstructed_squares(), self.pg.intra_dist_opt)
+        weights = _squares([target.weight for target in self.capture.targets])
+        return math.sqrt(max(0.0, change) / self._sum(weights, self.pg.mp))
+
+    @staticmethod
+    def _sum(values: torch.Tensor, group: dist.ProcessGroup) -> float:
+        return float(all_reduce(values.sum().unsqueeze(0), group))
 
     def _gather_direction(self) -> None:
         """Round own rows to the wire type into the proxies' buffer, and gather all rows."""
         for target, span, d in zip(
-            self.capture.targets, self._ranges, self._own_sketches(), strict=True
+            self.capture.targets, self._spans, self._own_sketches(), strict=True
         ):
-            target.proxy.view(-1)[span.start : span.end].copy_(d.view(-1))
+            target.proxy[span].copy_(d)
         for chunk in self.model_chunks:
             chunk.start_param_sync(force_sync=True)
+        self.capture.gather_directions()
 
     def _choose_alpha(self) -> bool:
         started = time.perf_counter()
@@ -259,7 +288,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         except ValueError as error:
             report.failure = str(error)
             return False
-        report.update_ratio = self._direction_ratio() * report.alpha
+        if report.update_ratio is not None:
+            report.update_ratio *= report.alpha
         return True
 
     def _apply(self, scale: float, *, decay: float) -> None:
@@ -268,9 +298,11 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         for index, (target, master) in enumerate(
             zip(self.capture.targets, self.masters, strict=True)
         ):
-            target.proxy.copy_(target.proxy.float().mul_(scale))
-            factor = target.proxy.float().mul_(projections.scale)
+            # The same numbers on every rank: rounded after scaling, before applying.
+            rounded = (self.capture.direction(index).float() * scale).to(target.proxy.dtype)
+            factor = rounded.float().mul_(projections.scale)
             master.update(factor, projections.transposed(index, torch.float32), decay)
+        self.capture.release_directions()
 
     def _redraw(self) -> None:
         if self.update % self.sketch.refresh == 0:
@@ -282,7 +314,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         """Tensors whose joint norm is that of the reconstructed gradient S A (mode `lr`)."""
         if not self._lr_mode:
             return []  # no clipping: the sketches take no part in the joint norm
-        return [square.clamp_min(0).sqrt().float() for square in self._reconstructed_squares()]
+        return [self._reconstructed_squares().clamp_min(0).sqrt().float()]
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """Main parameters whose `grad` may be clipped: none in mode `kl_budget`."""
@@ -310,17 +342,37 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Counters, row moments [d] and fp32 weights [d, k]; A and S describe nothing."""
-        tensors: dict[str, ShardedTensor] = {}
-        for target, moment, master in zip(
-            self.capture.targets, self.moments, self.masters, strict=True
-        ):
-            for key, value in (("row_moment", moment), ("master", master.value())):
-                if key == "master" and master.nbytes == 0:
-                    continue  # an fp32 weight is in the model's own state
-                data = torch.empty_like(value) if is_loading else value
-                name = f"optimizer.sketch.{key}.{target.name}"
-                tensors[name] = ShardedTensor.from_rank_offsets(name, data)
+        tensors: dict[str, list[ShardedTensor]] = {}
+        for index, target in enumerate(self.capture.targets):
+            values = {"row_moment": self._whole_moment(index)}
+            if self.masters[index].nbytes:  # an fp32 weight is in the model's own state
+                values["master"] = self.masters[index].value()
+            for kind, value in values.items():
+                name = f"optimizer.sketch.{kind}.{target.name}"
+                tensors[name] = self._pieces(name, target, value, is_loading)
         return {"common": self.state_dict(), "tensors": tensors}
+
+    def _whole_moment(self, index: int) -> torch.Tensor:
+        """The moment of all rows of a target on this tensor-parallel rank, [d/tp]."""
+        span = self._spans[index]
+        moment = torch.zeros(self.capture.targets[index].rows, device=self.moments[index].device)
+        moment[span] = self.moments[index]
+        return all_reduce(moment, self.pg.dp_cp)
+
+    def _pieces(
+        self, name: str, target: Target, value: torch.Tensor, is_loading: bool
+    ) -> list[ShardedTensor]:
+        """A [d/tp] moment or a part of W [d, k] by its place in the whole tensor."""
+        rank, size = self.pg.tp.rank(), self.pg.tp.size()
+        axis = 1 if target.row_parallel and value.dim() == 2 else 0
+        found = []
+        for number, piece in enumerate(value.chunk(target.strided, 0)):
+            place = (axis, number * size + rank, target.strided * size)
+            data = torch.empty_like(piece) if is_loading else piece.contiguous()
+            found.append(
+                ShardedTensor.from_rank_offsets(name, data, place, replica_id=self.pg.dp_cp.rank())
+            )
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -328,16 +380,16 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         self.update = state_dict["common"]["update"]
         self.control.load_state_dict(state_dict["common"]["step_control"])
         tensors = state_dict["tensors"]
-        for target, moment, master in zip(
-            self.capture.targets, self.moments, self.masters, strict=True
+        for target, span, moment, master in zip(
+            self.capture.targets, self._spans, self.moments, self.masters, strict=True
         ):
-            moment.copy_(tensors[f"optimizer.sketch.row_moment.{target.name}"])
+            moment.copy_(torch.cat(tensors[f"optimizer.sketch.row_moment.{target.name}"])[span])
             if master.nbytes:
-                master.load(tensors[f"optimizer.sketch.master.{target.name}"])
+                master.load(torch.cat(tensors[f"optimizer.sketch.master.{target.name}"]))
         self.capture.projections.redraw(self.update // self.sketch.refresh)
 
 
-def _norm(tensors: list[torch.Tensor]) -> float:
-    """Joint L2 norm, summed in float64."""
-    squares = [torch.linalg.vector_norm(t, dtype=torch.float32).double() ** 2 for t in tensors]
-    return float(torch.stack(squares).sum().sqrt())
+def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Squared L2 norm of each tensor, float64 [tensors]."""
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float32).double() for t in tensors]
+    return torch.stack(norms).square()

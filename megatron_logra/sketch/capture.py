@@ -1,10 +1,22 @@
 """Capture: linears that yield sketches instead of weight gradients.
 
-Each target linear y = x Wᵀ gets a proxy parameter U [d, r], standing for the U of
-y = x Wᵀ + (x Aᵀ) Uᵀ at U = 0. Its gradient is exactly the sketch, ∂loss/∂U = dYᵀ (X Aᵀ) = G Aᵀ.
-U never enters the forward; a hook on the linear projects the input, keeps P = X Aᵀ [n, r] for the
-backward, and adds dYᵀ P to `U.main_grad`, in Megatron's flat fp32 buffer. The weight itself is
-frozen, so no dense gradient exists and the linear keeps no input.
+Each target linear y = x Wᵀ gets a proxy parameter U, standing for the U of y = x Wᵀ + (x Aᵀ) Uᵀ at
+U = 0. Its gradient is exactly the sketch, ∂loss/∂U = dYᵀ (X Aᵀ) = G Aᵀ. U never enters the forward;
+a hook on the linear projects the input, keeps P = X Aᵀ [n, r] for the backward, and adds dYᵀ P to
+`U.main_grad`, in Megatron's flat fp32 buffer. The weight itself is frozen, so no dense gradient
+exists and the linear keeps no input.
+
+A sketch is sharded by its rows. Under tensor parallelism a rank's U [d/tp, r] has, for a
+column-parallel linear, the rows of its part of W; for a row-parallel one, whose W is split by
+columns, an equal block of all rows, and P is a sum over the ranks, each of which draws its own
+columns of A. What crosses ranks is n × r or d × r (x and y are a linear's input and output as
+Megatron passes them, with sequence parallelism each rank's own positions):
+
+                    P                                   S
+    column          x Aᵀ                                dYᵀ P
+    column, seq.    gathered over positions             dYᵀ P
+    row             summed                              own rows of dYᵀ P
+    row, seq.       summed, own positions               dYᵀ P [d, r] summed, own rows
 
 The same hook adds the low-rank direction's tangent in forward mode (see `predicted_kl`).
 Modules are found by name alone; nothing here knows the model's class.
@@ -12,15 +24,17 @@ Modules are found by name alone; nothing here knows the model's class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed as dist
 
 from megatron_logra.config import SketchConfig
 from megatron_logra.errors import UserError
@@ -32,25 +46,29 @@ class Target:
     """A linear whose weight is trained by sketches."""
 
     name: str
-    """Module name within its model chunk, such as decoder.layers.0.mlp.linear_fc1."""
+    """Module name in the whole model, such as decoder.layers.0.mlp.linear_fc1."""
     weight: torch.nn.Parameter
-    """W [d, k], frozen for autograd."""
+    """This rank's part of W [d, k], frozen for autograd."""
     proxy: torch.nn.Parameter
-    """U [d, r] in the factor's type; `main_grad` is S. Carries the direction to all ranks."""
+    """U [d/tp, r] in the factor's type; `main_grad` is S. Carries the direction to all ranks."""
+    row_parallel: bool
+    """Whether W is split by columns over tensor-parallel ranks (else by rows)."""
+    strided: int
+    """Parts that each rank holds of W's rows: 2 for gate and up in one matrix, else 1."""
 
     @property
     def sketch(self) -> torch.Tensor:
-        """S [d, r], float32: the proxy's place in Megatron's gradient buffer."""
+        """This rank's rows of S, [d/tp, r] float32: the proxy's place in the gradient buffer."""
         return self.proxy.main_grad  # type: ignore[attr-defined]
 
     @property
     def rows(self) -> int:
-        """d, output features."""
-        return self.weight.shape[0]
+        """Rows of S on this rank, d/tp."""
+        return self.proxy.shape[0]
 
     @property
     def columns(self) -> int:
-        """k, input features."""
+        """Columns of this rank's part of W."""
         return self.weight.shape[1]
 
 
@@ -70,35 +88,68 @@ class SketchCapture:
         model: the model chunk; the weights of its targets are frozen.
         config: the sketch section of the configuration.
         factor_dtype: type of the proxies, to which α·D is rounded.
+        tp_group: the tensor-parallel ranks of this chunk.
+        sequence_parallel: whether activations between linears are split by positions.
+        whole_name: a module's name in the whole model, from its name in the chunk.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: SketchConfig, factor_dtype: torch.dtype
+        self,
+        model: torch.nn.Module,
+        config: SketchConfig,
+        factor_dtype: torch.dtype,
+        *,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool = False,
+        whole_name: Callable[[str], str] = str,
     ) -> None:
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel and tp_group.size() > 1
         self.targets: list[Target] = []
         self._tangent = False
+        self._whole_directions: dict[int, torch.Tensor] = {}
+        columns = []
         for name, module in _find_targets(model, config.targets):
-            weight = module.weight
-            assert isinstance(weight, torch.nn.Parameter)
-            if config.rank > min(weight.shape):
-                raise UserError(
-                    f"sketch.rank: {config.rank} exceeds layer {name} of {weight.shape[0]} × "
-                    f"{weight.shape[1]}; expected at most {min(weight.shape)}"
-                )
-            weight.requires_grad_(False)
-            proxy = torch.nn.Parameter(
-                torch.zeros(weight.shape[0], config.rank, dtype=factor_dtype, device=weight.device)
-            )
-            module.register_forward_hook(self._hook(len(self.targets)))
-            self.targets.append(Target(name, weight, proxy))
-        columns = [Columns(target.name, 0, target.columns) for target in self.targets]
+            target = self._attach(name, module, config, factor_dtype, whole_name)
+            first = target.columns * tp_group.rank() if target.row_parallel else 0
+            columns.append(Columns(target.name, first, first + target.columns))
         device = self.targets[0].weight.device
         self.projections = Projections(
             columns, config.rank, config.distribution, config.seed, device
         )
+
+    def _attach(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        config: SketchConfig,
+        factor_dtype: torch.dtype,
+        whole_name: Callable[[str], str],
+    ) -> Target:
+        weight, tp = module.weight, self.tp_group.size()
+        assert isinstance(weight, torch.nn.Parameter)
+        row_parallel = getattr(weight, "partition_dim", 0) == 1
+        d, k = weight.shape[0], weight.shape[1]
+        d, k = (d, k * tp) if row_parallel else (d * tp, k)
+        if config.rank > min(d, k):
+            raise UserError(
+                f"sketch.rank: {config.rank} exceeds layer {name} of {d} × {k}; expected at most "
+                f"{min(d, k)}"
+            )
+        if d % tp:
+            raise UserError(f"parallel.tensor: {tp} does not divide the {d} rows of layer {name}")
+        weight.requires_grad_(False)
+        proxy = torch.nn.Parameter(
+            torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
+        )
+        module.register_forward_hook(self._hook(len(self.targets)))
+        strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
+        target = Target(whole_name(name), weight, proxy, row_parallel, strided)
+        self.targets.append(target)
+        return target
 
     def _hook(self, index: int) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -108,22 +159,76 @@ class SketchCapture:
             if self._tangent:
                 linear_output = self._add_tangent(index, inputs[0], linear_output)
             else:
-                linear_output = self._capture(index, inputs[0], linear_output)
+                projected = self._project(index, inputs[0])
+                linear_output = _Capture.apply(
+                    linear_output, projected, self.targets[index].proxy, self, index
+                )
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
 
         return hook
 
-    def _capture(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            projected = self.projections.project(x.reshape(-1, x.shape[-1]), index)
-        return _Capture.apply(output, projected, self.targets[index].proxy)
+    @torch.no_grad()
+    def _project(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """P [positions, b, r] for the positions that the linear's output has on this rank."""
+        projected = self.projections.project(x, index)
+        if self.tp_group.size() == 1:
+            return projected
+        if not self.targets[index].row_parallel:
+            if self.sequence_parallel:
+                projected = mappings.gather_from_sequence_parallel_region(
+                    projected, group=self.tp_group
+                )
+        elif self.sequence_parallel:
+            projected = mappings.reduce_scatter_to_sequence_parallel_region(
+                projected, group=self.tp_group
+            )
+        else:
+            dist.all_reduce(projected, group=self.tp_group)
+        return projected
+
+    def accumulate(self, index: int, grad: torch.Tensor, projected: torch.Tensor) -> None:
+        """S += dYᵀ P, for this rank's rows; grad [n, d] and projected [n, r]."""
+        target = self.targets[index]
+        if not target.row_parallel or self.tp_group.size() == 1:
+            accumulate_product(target.sketch, grad, projected)
+        elif self.sequence_parallel:
+            whole = torch.zeros(grad.shape[1], projected.shape[1], device=grad.device)
+            accumulate_product(whole, grad, projected)
+            own = torch.empty_like(target.sketch)
+            dist.reduce_scatter_tensor(own, whole, group=self.tp_group)
+            target.sketch.add_(own)
+        else:
+            first = target.rows * self.tp_group.rank()
+            accumulate_product(target.sketch, grad[:, first : first + target.rows], projected)
+
+    @torch.no_grad()
+    def gather_directions(self) -> None:
+        """Collect the rows of row-parallel targets' directions from the tensor-parallel ranks."""
+        if self.tp_group.size() == 1:
+            return
+        for index, target in enumerate(self.targets):
+            if target.row_parallel:
+                whole = target.proxy.new_empty(
+                    target.rows * self.tp_group.size(), target.proxy.shape[1]
+                )
+                dist.all_gather_into_tensor(whole, target.proxy.detach(), group=self.tp_group)
+                self._whole_directions[index] = whole
+
+    def release_directions(self) -> None:
+        """Free what `gather_directions` collected."""
+        self._whole_directions.clear()
+
+    def direction(self, index: int) -> torch.Tensor:
+        """D for this rank's part of W: all its rows, [rows of the part, r] in the factor's type."""
+        whole = self._whole_directions.get(index)
+        return self.targets[index].proxy.detach() if whole is None else whole
 
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """ẏ += -(x Aᵀ) Dᵀ, with D in the proxy; never forms D A."""
         primal, tangent = forward_ad.unpack_dual(output)
         x = forward_ad.unpack_dual(x).primal
-        direction = self.targets[index].proxy.detach().to(x.dtype)
-        change = self.projections.project(x, index) @ direction.t()
+        direction = self.direction(index).to(x.dtype)
+        change = self._project(index, x) @ direction.t()
         tangent = -change if tangent is None else tangent - change
         return forward_ad.make_dual(primal, tangent)
 
@@ -138,23 +243,27 @@ class SketchCapture:
 
 
 class _Capture(torch.autograd.Function):
-    """Identity on a linear's output whose backward adds dYᵀ P to the proxy's `main_grad`."""
+    """Identity on a linear's output whose backward adds dYᵀ P to the sketch."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, projected: torch.Tensor, proxy: torch.nn.Parameter
+        ctx: Any,
+        output: torch.Tensor,
+        projected: torch.Tensor,
+        proxy: torch.nn.Parameter,
+        capture: SketchCapture,
+        index: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(projected)
-        ctx.proxy = proxy
+        ctx.capture, ctx.index = capture, index
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (projected,) = ctx.saved_tensors
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        accumulate_product(ctx.proxy.main_grad, grad, projected)
-        ctx.proxy.grad_added_to_main_grad = True
-        return grad_output, None, None
+        ctx.capture.accumulate(ctx.index, grad_output.flatten(0, -2), projected.flatten(0, -2))
+        ctx.capture.targets[ctx.index].proxy.grad_added_to_main_grad = True
+        return grad_output, None, None, None, None
 
 
 def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch.Tensor) -> None:
