@@ -101,6 +101,7 @@ class Trainer:
             self.policy.load_weights(Path(config.checkpoint.load))
         self.learner = Learner([self.policy.model], self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
+        self._reason = ""
         if source is not None:
             self._restore(source)
         self.maker = RolloutMaker(self.policy, environment)
@@ -318,6 +319,11 @@ class Trainer:
     # --- evaluation -------------------------------------------------------------------------
 
     def _evaluation_due(self) -> bool:
+        """Before the first step, and before each one after so many updates.
+
+        So `eval/*` of a record is of the weights that its step began with; only the last record
+        has the accuracy that training ended with.
+        """
         step, interval = self.state.step, self.config.eval.interval
         return self.config.eval.at_start if step == 0 else interval > 0 and step % interval == 0
 
