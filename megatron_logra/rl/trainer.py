@@ -87,7 +87,7 @@ class Trainer:
     Args:
         config: everything about it.
         environment: where problems come from.
-        source: checkpoint to go on from.
+        source: verified checkpoint to go on from.
     """
 
     def __init__(self, config: Config, environment: Mixture, source: Path | None) -> None:
@@ -431,8 +431,8 @@ class Trainer:
         return path
 
     def _restore(self, path: Path) -> None:
-        """Take up a run where `path` has it."""
-        description = checkpoints.read_description(path)
+        """Take up a run where `path`, which has been verified, has it."""
+        description = checkpoints.read_description(path, verified=True)
         model, optimizer = self.policy.description(), self._optimizer_description()
         checkpoints.require_same(path, description["model"], model, "model")
         checkpoints.require_same(path, description["optimizer"], optimizer, "optimizer")
