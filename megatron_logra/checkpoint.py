@@ -149,13 +149,17 @@ def latest(root: Path) -> Path | None:
     raise UserError(f"{path}: {problem}; {remedy}")
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def read_description(path: Path, *, verified: bool = False) -> dict[str, Any]:
     """What `save` was told about a checkpoint, after every file has been compared with its hash.
+
+    Args:
+        path: checkpoint directory.
+        verified: that comparison has just been made (by `latest`).
 
     Raises:
         UserError: there is no checkpoint at `path`, or it is damaged.
     """
-    problem = _damage(path)
+    problem = None if verified else _damage(path)
     if problem is not None:
         raise UserError(f"{path}: {problem}")
     description: dict[str, Any] = json.loads((path / DESCRIPTION).read_text())

@@ -76,17 +76,24 @@ def assert_logprobs_are_of(
 
 
 class Calls:
-    """The token shapes and caches of a model's forward passes."""
+    """The token shapes, logits and caches of a model's forward passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: list[tuple[int, int]] = []
+        self.logits: list[int] = []  # positions
+        self.caches: list[tuple[int, int]] = []  # rows, positions
         self.contexts: list[weakref.ref[Any]] = []
-        self.handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self.handle = model.register_forward_hook(self._note, with_kwargs=True)
 
-    def _note(self, _model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _note(
+        self, _model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], logits: Tensor
+    ) -> None:
         rows, new = inputs[0].shape
+        context = options["inference_context"]
         self.shapes.append((rows, new))
-        self.contexts.append(weakref.ref(options["inference_context"]))
+        self.logits.append(logits.size(1))
+        self.caches.append((context.max_batch_size, context.max_sequence_length))
+        self.contexts.append(weakref.ref(context))
 
 
 @pytest.mark.parametrize("spec", MODELS.values(), ids=MODELS.keys())
@@ -202,6 +209,8 @@ def test_prompts_are_prefilled_once_and_finished_rows_are_not_decoded(
     assert calls.shapes[0] == (3, 6)
     decoded = calls.shapes[1:]
     assert all(new == 1 for _, new in decoded)
+    assert set(calls.logits) == {1}
+    assert set(calls.caches) == {(3, 6), (16, 9 + 25 - 1)}
     fed = 4 * (9 - 6)
     assert sum(rows for rows, _ in decoded) == fed + sum(length - 1 for length in lengths)
     assert len(set(lengths)) > 1

@@ -87,7 +87,7 @@ class Trainer:
     Args:
         config: everything about it.
         environment: where problems come from.
-        source: checkpoint to go on from.
+        source: verified checkpoint to go on from.
     """
 
     def __init__(self, config: Config, environment: Mixture, source: Path | None) -> None:
@@ -101,6 +101,7 @@ class Trainer:
             self.policy.load_weights(Path(config.checkpoint.load))
         self.learner = Learner([self.policy.model], self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
+        self._reason = ""
         if source is not None:
             self._restore(source)
         self.maker = RolloutMaker(self.policy, environment)
@@ -318,6 +319,11 @@ class Trainer:
     # --- evaluation -------------------------------------------------------------------------
 
     def _evaluation_due(self) -> bool:
+        """Before the first step, and before each one after so many updates.
+
+        So `eval/*` of a record is of the weights that its step began with; only the last record
+        has the accuracy that training ended with.
+        """
         step, interval = self.state.step, self.config.eval.interval
         return self.config.eval.at_start if step == 0 else interval > 0 and step % interval == 0
 
@@ -425,8 +431,8 @@ class Trainer:
         return path
 
     def _restore(self, path: Path) -> None:
-        """Take up a run where `path` has it."""
-        description = checkpoints.read_description(path)
+        """Take up a run where `path`, which has been verified, has it."""
+        description = checkpoints.read_description(path, verified=True)
         model, optimizer = self.policy.description(), self._optimizer_description()
         checkpoints.require_same(path, description["model"], model, "model")
         checkpoints.require_same(path, description["optimizer"], optimizer, "optimizer")
