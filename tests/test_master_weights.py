@@ -38,10 +38,10 @@ def test_the_high_half_is_a_nearest_bf16(generator):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
-def test_tiny_updates_accumulate_as_in_fp32(kind, generator):
+def test_tiny_updates_accumulate_as_in_fp32(kind, generator, pg):
     start = torch.randn(40, 24, generator=generator).bfloat16()
     weight, exact = start.clone(), start.float()
-    master = master_weight(weight, kind)
+    master = master_weight(weight, kind, pg.dp_cp)
     for _ in range(50):
         factor = torch.randn(40, 8, generator=generator) * 1e-5
         at = torch.randn(24, 8, generator=generator)
@@ -51,9 +51,9 @@ def test_tiny_updates_accumulate_as_in_fp32(kind, generator):
     assert torch.equal(weight, split_fp32(exact)[0] if kind == "replicated" else exact.bfloat16())
 
 
-def test_bytes_are_those_of_the_formula():
+def test_bytes_are_those_of_the_formula(pg):
     weight = torch.zeros(6, 5, dtype=torch.bfloat16)
-    assert Fp32Master(weight).nbytes == master_bytes(30, "bf16", "sharded") == 120
+    assert Fp32Master(weight, pg.dp_cp).nbytes == master_bytes(30, "bf16", "sharded") == 120
     assert Remainder(weight).nbytes == master_bytes(30, "bf16", "replicated") == 60
-    fp32 = master_weight(weight.float(), "replicated")
+    fp32 = master_weight(weight.float(), "replicated", pg.dp_cp)
     assert fp32.nbytes == master_bytes(30, "fp32", "replicated") == 0
