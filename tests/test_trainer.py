@@ -491,3 +491,24 @@ def test_generate_prints_what_the_engine_samples(
     finally:
         environment.close()
     assert policy.tokenizer.decode(response.token_ids) == texts[0]
+
+
+@pytest.mark.parametrize("kind", ["logra", "adam"])
+def test_a_run_saved_before_its_first_update_resumes(tmp_path: Path, kind: str) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "optimizer": {
+            "kind": kind,
+            "non_targets": "adam",
+            "adam": {"lr": 1e-3, "weight_decay": 0.1},
+        },
+        "train": {"prompts_per_step": 2, "responses_per_prompt": 3, "steps": 2},
+    }
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    summary = trainer.run(config_for(whole, **sections))
+    assert summary["updates"] == 2
+    config = config_for(again, **sections)
+    environment = build_environment(config.environment, config.train.seed)
+    trainer.Trainer(config, environment, None)._save({})  # as a stop in the first step would
+    environment.close()
+    trainer.run(config, resume=True)
+    assert_same_tensors(tensors(again, 2), tensors(whole, 2))

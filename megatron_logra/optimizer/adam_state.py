@@ -5,6 +5,9 @@ of each parameter, saves it in the parameter groups, and then misses it among th
 (KeyError: 'step'). Here a tensor that was not loaded keeps its value, which `load_state_dict` has
 already set from the parameter groups. And Megatron gives all parameters one and the same `step`
 tensor when it loads, which torch's Adam would then count up once per parameter.
+
+It cannot save before the first update either, as torch's Adam makes its state only then; here the
+state is there from the start, all zeros, which is what torch would begin with.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 
 
 def allow_loading(optimizer: DistributedOptimizer) -> None:
-    """Make `optimizer` load what it saved; does nothing with a fused Adam."""
+    """Make `optimizer` save at any time and load what it saved; a fused Adam does so anyway."""
     if HAVE_APEX_OR_TE:
         return
     set_states = optimizer._set_main_param_and_optimizer_states
@@ -31,5 +34,11 @@ def allow_loading(optimizer: DistributedOptimizer) -> None:
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
 
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{key: torch.zeros_like(parameter) for key in optimizer.optimizer_state_keys},
+            }
     optimizer._set_main_param_and_optimizer_states = set_all_but_step
     optimizer.load_state_dict = load_with_a_step_each
