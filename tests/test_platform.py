@@ -198,9 +198,10 @@ def test_layouts_that_need_more_ranks_name_their_keys(sizes: dict[str, int], tex
         distributed.check_layout(ParallelConfig(**sizes), ranks=1)
 
 
-def test_several_ranks_are_refused() -> None:
-    with pytest.raises(UserError, match="WORLD_SIZE=4"):
-        distributed.check_layout(ParallelConfig(tensor=2), ranks=4)
+def test_layouts_that_fit_their_ranks_pass() -> None:
+    distributed.check_layout(ParallelConfig(tensor=2), ranks=4)
+    with pytest.raises(UserError, match="multiple of 2 ranks, but this run has 3"):
+        distributed.check_layout(ParallelConfig(tensor=2), ranks=3)
 
 
 def test_one_process_is_rank_zero_of_one(pg: ProcessGroupCollection) -> None:

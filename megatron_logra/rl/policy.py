@@ -100,6 +100,11 @@ def build_policy(config: Config) -> Policy:
         UserError: the configuration does not fit the model, its files or the machine.
     """
     pg = distributed.initialize(config.parallel, config.train.seed)
+    if distributed.world_size() > 1:
+        raise UserError(
+            f"WORLD_SIZE={distributed.world_size()}: the training loop does not run on several "
+            "ranks yet; expected 1"
+        )
     tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
     model = build_model(tconfig, arguments, pg)
