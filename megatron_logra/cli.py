@@ -11,10 +11,10 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import megatron_logra
-from megatron_logra.config import load_config
+from megatron_logra.config import load_config, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 
 PROGRAM = "megatron-logra"
@@ -71,14 +71,27 @@ def train(argv: Sequence[str]) -> int:
     if args.nproc > 1:
         raise UserError(f"--nproc {args.nproc}: several ranks are not supported yet; expected 1")
     config = load_config(args.config, args.overrides)
+    require_trainable(config)
 
     from megatron_logra import platform
 
     platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import trainer
 
-    trainer.run(config, resume=args.resume)
+    print(_told(trainer.run(config, resume=args.resume)))
     return 0
+
+
+def _told(summary: dict[str, Any]) -> str:
+    """What `trainer.run` returned, in a few lines."""
+    lines = [f"{summary['steps']} steps, {summary['updates']} updates: {summary['run_dir']}"]
+    if summary["checkpoint"]:
+        lines.append(f"saved {summary['checkpoint']}")
+    for name, after in (summary["after"] or {}).items():
+        before = (summary["before"] or {}).get(name)
+        begin = f"{before['pass@1']:.3f} → " if before else ""
+        lines.append(f"held-out pass@1, {name}: {begin}{after['pass@1']:.3f}")
+    return "\n".join(lines)
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -99,7 +112,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def generate(argv: Sequence[str]) -> int:
-    """Sample responses to prompts."""
+    """Sample responses to prompts, as rollout.sampling says (temperature 0: greedy)."""
     parser = _parser("generate")
     _add_config(parser)
     parser.add_argument(

@@ -180,9 +180,9 @@ class AlgorithmConfig(Section):
     normalise_std: bool = True
     """GRPO: divide by the group's standard deviation."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """Policy ratio is clipped below at 1 - clip_low."""
+    """Policy ratio is clipped below at 1 - clip_low; it is 1 while each batch serves one update."""
     clip_high: float = Field(0.2, ge=0)
-    """Policy ratio is clipped above at 1 + clip_high."""
+    """Policy ratio is clipped above at 1 + clip_high; see clip_low."""
     importance_truncation: float | None = Field(2.0, gt=0)
     """Truncated importance sampling: largest weight π_trainer/π_rollout; null turns it off."""
     logprob_chunk: int = Field(1024, ge=1)
@@ -346,22 +346,32 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        sampling = self.rollout.sampling
-        if self.algorithm.name != "sft":
-            if sampling.temperature == 0:
-                raise ValueError("rollout.sampling.temperature: training needs more than 0")
-            if sampling.top_p != 1 or sampling.top_k != 0:
-                raise ValueError(
-                    "rollout.sampling: training needs the full distribution, whose importance "
-                    "ratios are exact: expected top_p 1.0 and top_k 0"
-                )
         if self.algorithm.name == "grpo" and self.train.responses_per_prompt < 2:
             raise ValueError("train.responses_per_prompt: grpo needs at least 2")
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence: needs parallel.tensor > 1")
-        if self.step_control.kl_budget_final > self.step_control.kl_budget:
+        control = self.step_control
+        if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
             raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")
         return self
+
+
+def require_trainable(config: Config) -> None:
+    """Refuse sampling that responses can be generated with, but not trained on.
+
+    Raises:
+        UserError: greedy, top-p or top-k sampling in reinforcement learning.
+    """
+    sampling = config.rollout.sampling
+    if config.algorithm.name == "sft":
+        return
+    if sampling.temperature == 0:
+        raise UserError("rollout.sampling.temperature: training needs more than 0")
+    if sampling.top_p != 1 or sampling.top_k != 0:
+        raise UserError(
+            "rollout.sampling: training needs the full distribution, whose importance ratios are "
+            "exact: expected top_p 1.0 and top_k 0"
+        )
 
 
 def _expand_short_forms(data: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
             supported.
     """
     platform.install()
-    ranks = int(os.environ["WORLD_SIZE"]) if _launched() else 1
+    ranks = _launched_ranks()
     check_layout(parallel, ranks)
     if not dist.is_initialized():
         _join()
@@ -86,6 +86,15 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _launched_ranks() -> int:
+    if not _launched():
+        return 1
+    given = os.environ["WORLD_SIZE"]
+    if not given.isdecimal() or int(given) < 1:
+        raise UserError(f"WORLD_SIZE={given}: expected the number of ranks")
+    return int(given)
 
 
 def _join() -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,22 @@ from typing import Any
 from megatron_logra.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run directory and see that files can be written there.
+
+    Raises:
+        UserError: a file is in its place or in its path, or it cannot be written to.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"logging.run_dir: {run_dir}: {error.strerror}; expected a directory for results"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ _PHASES = {
     "forward_backward": "forward and backward passes",
     "reduce": "reducing sketches and gradients over ranks",
     "probe": "predicting (and measuring) the KL",
-    "apply": "writing the update into the weights and drawing the next projections",
+    "apply": "making the direction, writing the update, drawing the next projections",
     "sync": "bringing rollout workers up to date",
     "checkpoint": "saving",
     "eval": "evaluating",
@@ -49,7 +66,7 @@ _PHASES = {
 }
 
 METRIC_KEYS: tuple[Metric, ...] = (
-    Metric("step", "count", "updates before this one, counted from 0"),
+    Metric("step", "count", "steps before this one, skipped ones included"),
     *(Metric(f"time/{name}_s", "s", meaning) for name, meaning in _PHASES.items()),
     Metric("reward/mean", "reward", "mean over the batch"),
     Metric("reward/std", "reward", "standard deviation over the batch"),

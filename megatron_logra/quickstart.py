@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_logra.cli import EXIT_STOPPED, EXIT_USER_ERROR
+from megatron_logra.cli import EXIT_STOPPED, EXIT_USER_ERROR, PROGRAM
 from megatron_logra.config import Config, load_config
 from megatron_logra.errors import StopRequested, UserError
 
@@ -27,22 +27,28 @@ KINDS: tuple[Literal["logra", "adam"], ...] = ("logra", "adam")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quickstart; returns the exit code, as the command line does."""
+    arguments = arguments_parser().parse_intermixed_args(argv)
+    run_dir = arguments.run_dir or (RUN_DIR if arguments.kind == "logra" else f"{RUN_DIR}-adam")
+    try:
+        run(arguments.kind, arguments.seed, Path(run_dir), arguments.overrides)
+    except UserError as error:
+        print(f"quickstart: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except StopRequested as stop:
+        command = f"{_program()} train {run_dir}/config.yaml --resume"
+        print(f"quickstart: {stop}; go on with {command}", file=sys.stderr)
+        return EXIT_STOPPED
+    return 0
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__, allow_abbrev=False)
     parser.add_argument("--kind", choices=KINDS, default="logra", help="adam: the dense baseline")
     parser.add_argument("--seed", type=int, default=0, help="of data order, noise and projections")
     parser.add_argument("--run-dir", help=f"default: {RUN_DIR}, with -adam for the baseline")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration changes")
-    arguments = parser.parse_intermixed_args(argv)
-    run_dir = arguments.run_dir or (RUN_DIR if arguments.kind == "logra" else f"{RUN_DIR}-adam")
-    try:
-        run(arguments.kind, arguments.seed, Path(run_dir), arguments.overrides)
-    except UserError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except StopRequested as stop:
-        print(f"quickstart: {stop}", file=sys.stderr)
-        return EXIT_STOPPED
-    return 0
+    return parser
 
 
 def run(kind: str, seed: int, run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -163,10 +169,19 @@ def _conclude(summary: dict[str, Any], run_dir: Path, page: Path) -> None:
         f"  {run_dir / 'rollouts'}/   what the model answered, with rewards\n"
         f"  {run_dir / 'metrics.jsonl'}\n"
         f"and try\n"
-        f"  megatron-logra generate {run_dir / 'config.yaml'} --prompt 'What is 3 + 4?'\n"
-        f"  python -m megatron_logra.quickstart --kind {other}   the same with "
+        f"  {_program()} generate {run_dir / 'config.yaml'} --prompt 'What is 3 + 4?'\n"
+        f"  tools/quickstart.sh --kind {other}   the same with "
         f"{'dense Adam' if other == 'adam' else 'sketches'}, for comparison"
     )
+
+
+def _program() -> str:
+    """How to call the command line: it need not be on PATH."""
+    installed = Path(sys.executable).with_name(PROGRAM)
+    if not installed.is_file():
+        return f"{sys.executable} -m megatron_logra"
+    here = Path.cwd()
+    return str(installed.relative_to(here) if installed.is_relative_to(here) else installed)
 
 
 if __name__ == "__main__":

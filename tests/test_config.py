@@ -9,7 +9,14 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from megatron_logra.config import Config, config_from_dict, dump_yaml, load_config, parse_yaml
+from megatron_logra.config import (
+    Config,
+    config_from_dict,
+    dump_yaml,
+    load_config,
+    parse_yaml,
+    require_trainable,
+)
 from megatron_logra.errors import UserError
 
 MODEL = "model: {hf: somewhere}\n"
@@ -99,10 +106,6 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
             "parallel.sequence: needs parallel.tensor > 1",
         ),
         (
-            MODEL + "rollout: {sampling: {temperature: 0}}",
-            "rollout.sampling.temperature: training needs more than 0",
-        ),
-        (
             MODEL + "step_control: {kl_budget_final: 1e-3}",
             "step_control.kl_budget_final: must not exceed step_control.kl_budget",
         ),
@@ -117,6 +120,27 @@ def test_wrong_input_is_one_line_that_names_the_key(tmp_path, text, message):
     with pytest.raises(UserError) as error:
         load(tmp_path, text)
     assert str(error.value) == message.replace("FILE", str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ("temperature=0", "rollout.sampling.temperature: training needs more than 0"),
+        ("top_p=0.9", "rollout.sampling: training needs the full distribution"),
+        ("top_k=5", "rollout.sampling: training needs the full distribution"),
+    ],
+)
+def test_sampling_that_gives_no_exact_ratios_is_for_generation_only(tmp_path, sampling, message):
+    config = load(tmp_path, MODEL, f"rollout.sampling.{sampling}")
+    with pytest.raises(UserError) as error:
+        require_trainable(config)
+    assert str(error.value).startswith(message)
+    require_trainable(load(tmp_path, MODEL, f"rollout.sampling.{sampling}", "algorithm.name=sft"))
+    require_trainable(load(tmp_path, MODEL))
+
+
+def test_a_constant_budget_has_no_final_one(tmp_path):
+    load(tmp_path, MODEL, "step_control.kl_budget=1e-6", "step_control.schedule=constant")
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,27 @@ from typing import Any
 
 
 class Letters:
-    """Questions of one letter; a response scores by its share of early letters or digits."""
+    """Questions of two letters; a response scores by its share of early letters or digits.
 
-    def __init__(self, reward: str = "early") -> None:
+    Args:
+        reward: `early`; `equal` for all; or `text`, which is no number.
+        long: characters added to one question in twenty.
+    """
+
+    def __init__(self, reward: str = "early", long: int = 0) -> None:
         letters = "abcdefghijklmnopqrstuvwxyz"
         self.problems = [
             {"question": f"{a}{b}?", "answer": a, "response": f"{a}{b} {b}{a}"}
             for a in letters
             for b in letters[:8]
         ]
+        for problem in self.problems[::20]:
+            problem["question"] += "!" * long
         self.reward = reward
 
-    def score(self, problem: dict[str, Any], text: str) -> float:
+    def score(self, problem: dict[str, Any], text: str) -> Any:
+        if self.reward == "text":
+            return "high"
         if self.reward == "equal":
             return 0.25
         return sum(character < "@" for character in text) / max(len(text), 1)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, fetches SmolLM2-135M-Instruct once, and trains it by reinforcement learning with
 # low-rank gradient sketches on one-digit arithmetic. Results: runs/quickstart/
-#   tools/quickstart.sh [KEY=VALUE ...]
+#   tools/quickstart.sh [--kind adam] [--seed N] [--run-dir DIR] [KEY=VALUE ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

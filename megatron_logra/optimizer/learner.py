@@ -67,7 +67,8 @@ class StepResult:
     lr: float | None = None
     """Learning rate, where there is one."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time of `reduce` (at the end of the backward passes), `probe` and `apply`."""
+    """Time of `reduce` (at the end of the backward passes), `probe` (predicting and measuring the
+    KL) and `apply`."""
 
 
 class Learner:
@@ -209,7 +210,7 @@ class Learner:
             What happened. If it was not applied, weights, moments, counters, schedules and
             projections are as they were before.
         """
-        started = time.perf_counter()
+        begun = time.perf_counter()
         lr = self._lr()
         if self.adam is not None and not all(_finite(chunk) for chunk in self.chunks):
             return StepResult(applied=False, reason="a gradient is not finite", lr=lr)
@@ -222,14 +223,10 @@ class Learner:
             if self._measures_realised() and probe is not None:
                 assert self.predictor is not None
                 old_hidden = self.predictor.hidden(probe)
+        started = time.perf_counter()
         applied, grad_norm, _ = self.optimizer.step()
-        report = self.sketch.report if self.sketch is not None else StepReport()
         taken = time.perf_counter() - started
-        seconds = {
-            "reduce": self._reduce_seconds,
-            "probe": report.probe_seconds,
-            "apply": taken - report.probe_seconds,
-        }
+        report = self.sketch.report if self.sketch is not None else StepReport()
         if not applied:
             self.control.load_state_dict(before)
         realised = None
@@ -239,6 +236,12 @@ class Learner:
                 scheduler.step(1)
             if old_hidden is not None and probe is not None and self.predictor is not None:
                 realised = self.predictor.realised(probe, old_hidden)
+        measuring = time.perf_counter() - begun - taken
+        seconds = {
+            "reduce": self._reduce_seconds,
+            "probe": report.probe_seconds + measuring,
+            "apply": taken - report.probe_seconds,
+        }
         scaled = None
         if report.kl_predicted is not None and report.alpha is not None:
             scaled = report.alpha**2 * report.kl_predicted

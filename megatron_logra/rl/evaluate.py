@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra.config import Config, SamplingConfig
+from megatron_logra.metrics import make_run_dir
 from megatron_logra.rl.environments import Problem, build_environment
 from megatron_logra.rl.policy import Policy, build_policy
 from megatron_logra.rl.rollouts import RolloutMaker
@@ -134,6 +136,7 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
     try:
         environment.check()
         problems = environment.held_out(config.eval.problems, HELD_OUT_SEED)
+        make_run_dir(Path(config.logging.run_dir))
         policy = build_policy(config)
         source = load_checkpoint(policy, checkpoint)
         found = accuracies(RolloutMaker(policy, environment), problems, config)
@@ -152,10 +155,8 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
         ],
     }
     path = Path(config.logging.run_dir) / "eval.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    weights = source or "the first weights of the configuration"
-    print(f"{weights}, {len(problems)} held-out problems")
+    print(f"{_name_of(source)}, {len(problems)} held-out problems")
     for name, accuracy in found.items():
         print(
             f"{name:>8}: pass@1 {accuracy.pass_at_1:.3f}  "
@@ -168,9 +169,12 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
 def generate(
     config: Config, prompts: Sequence[str], checkpoint: str | Path | None = None
 ) -> list[str]:
-    """Print a response to each prompt, sampled as `rollout.sampling` says; returns them."""
+    """Print a response to each prompt, sampled as `rollout.sampling` says; returns them.
+
+    Which weights they are from is said on standard error.
+    """
     policy = build_policy(config)
-    load_checkpoint(policy, checkpoint)
+    source = load_checkpoint(policy, checkpoint)
     sampling = config.rollout.sampling
     tokens = [policy.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]
     responses = policy.engine().generate(
@@ -183,11 +187,16 @@ def generate(
         stop_token_ids=policy.stop_tokens(sampling),
     )
     texts = [policy.tokenizer.decode(response.token_ids) for (response,) in responses]
+    print(f"weights: {_name_of(source)}", file=sys.stderr)
     for prompt, text in zip(prompts, texts, strict=True):
         if len(prompts) > 1:
             print(f"> {prompt}")
         print(text)
     return texts
+
+
+def _name_of(source: Path | None) -> str:
+    return str(source) if source else "the first weights of the configuration"
 
 
 def load_checkpoint(policy: Policy, checkpoint: str | Path | None) -> Path | None:

@@ -16,9 +16,8 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_logra.config import AlgorithmConfig
+from megatron_logra.model.gpt import LogitsFn
 from megatron_logra.rl.batch import MicroBatch
-
-LogitsFn = Callable[[Tensor], Tensor]
 
 GAP_LIMIT = 20.0
 """Differences of logprobs are clamped to ±20 nats before exp: e²⁰ ≈ 5·10⁸ is still finite in

@@ -22,9 +22,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra import memory, platform
-from megatron_logra.config import Config, dump_yaml
+from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
-from megatron_logra.metrics import METRIC_KEYS, METRICS_FILE, MetricsWriter, read_metrics
+from megatron_logra.metrics import (
+    METRIC_KEYS,
+    METRICS_FILE,
+    MetricsWriter,
+    make_run_dir,
+    read_metrics,
+)
 from megatron_logra.model.gpt import forward_head
 from megatron_logra.optimizer.learner import Learner, StepResult
 from megatron_logra.optimizer.predicted_kl import ProbeBatch
@@ -53,18 +59,20 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
         checkpoint.
 
     Raises:
-        UserError: the configuration or a file is wrong.
+        UserError: the configuration or a file is wrong. What was trained before it turned out has
+            been saved.
         StopRequested: SIGTERM or SIGUSR1 asked for it; a checkpoint has been saved.
-        RuntimeError: too many steps in a row failed.
+        RuntimeError: too many steps in a row failed; a checkpoint has been saved.
     """
+    require_trainable(config)
     run_dir = Path(config.logging.run_dir)
     source = _prepare_run_dir(run_dir, resume)
     with ExitStack() as stack:
         environment = build_environment(config.environment, config.train.seed)
         stack.callback(environment.close)
         environment.check()
+        make_run_dir(run_dir)
         trainer = Trainer(config, environment, source)
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
         return trainer.run()
 
@@ -101,6 +109,7 @@ class Trainer:
             self.policy.load_weights(Path(config.checkpoint.load))
         self.learner = Learner([self.policy.model], self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
+        self._saved_step = 0
         self._reason = ""
         if source is not None:
             self._restore(source)
@@ -126,22 +135,31 @@ class Trainer:
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
-                if self._evaluation_due():
-                    found = self._evaluate(record)
-                    before = found if state.step == 0 else before
-                record |= self._supervised_step() if self.sft else self._reinforcement_step()
+                try:
+                    if self._evaluation_due():
+                        found = self._evaluate(record)
+                        before = found if state.step == 0 else before
+                    record |= self._supervised_step() if self.sft else self._reinforcement_step()
+                except UserError:  # a problem or a reward is wrong; nothing of this step is applied
+                    self._save_what_is_done()
+                    raise
                 skipped += record["train/skipped"]
                 self._account(record)
                 state.data_position += config.train.prompts_per_step
                 state.step += 1
                 last = state.step == config.train.steps
                 if last and config.eval.at_end:
-                    after = self._evaluate(record)
+                    try:
+                        after = self._evaluate(record)
+                    except UserError:
+                        self._save_what_is_done(record)
+                        raise
                 if self._checkpoint_due(last) or stop.is_set():
                     path = self._save(record)
                 record["time/step_s"] = time.perf_counter() - begun
                 self.progress.step(state.step - 1, writer.write(state.step - 1, record))
                 if state.failed_in_a_row >= config.train.max_skipped_in_a_row:
+                    self._save_what_is_done()
                     raise RuntimeError(
                         f"{state.failed_in_a_row} steps in a row failed, the last one because "
                         f"{self._reason}; see train.max_skipped_in_a_row"
@@ -405,8 +423,17 @@ class Trainer:
             return self.config.checkpoint.save_at_end
         return interval > 0 and self.state.step % interval == 0
 
-    def _save(self, record: Record) -> Path:
-        """Save everything; `record` is this step's, which is written right after."""
+    def _save_what_is_done(self, record: Record | None = None) -> None:
+        """Save the completed steps before the run ends with an error."""
+        if self.state.step > self._saved_step:
+            self.progress.message(f"saved {self._save(record)}; go on from it with --resume")
+
+    def _save(self, record: Record | None) -> Path:
+        """Save everything.
+
+        Args:
+            record: of the last step, if it is not written yet; a resumed run writes it.
+        """
         started = time.perf_counter()
         self.progress.phase("checkpoint")
         path = checkpoints.save(
@@ -417,7 +444,7 @@ class Trainer:
                 "trainer": {
                     **asdict(self.state),
                     "baseline": self.baseline.state_dict(),
-                    "record": dict(record),
+                    "record": dict(record) if record is not None else None,
                 },
             },
             {
@@ -427,7 +454,9 @@ class Trainer:
             },
             self.config.checkpoint.keep,
         )
-        record["time/checkpoint_s"] = time.perf_counter() - started
+        self._saved_step = self.state.step
+        if record is not None:
+            record["time/checkpoint_s"] = time.perf_counter() - started
         return path
 
     def _restore(self, path: Path) -> None:
@@ -444,6 +473,7 @@ class Trainer:
         self.baseline.load_state_dict(trainer.pop("baseline"))
         self._unwritten = trainer.pop("record")
         self.state = State(**trainer)
+        self._saved_step = self.state.step
         print(f"resuming after step {self.state.step} from {path}")
         for change in _changes(description["config"], self.config.model_dump()):
             print(f"changed since then: {change}")
