@@ -329,5 +329,5 @@ def _save_failure(root: Path, final: Path, error: BaseException) -> str:
 def _one_line(error: BaseException) -> str:
     """The operating system's message if `error` quotes one, else its last line."""
     text = str(error)
-    system = re.search(r"\[Errno \d+\] [^\n:;()]*", text)
+    system = re.search(r"\[Errno \d+\] [^\n:;()]*(?:: '[^'\n]*')?", text)
     return system[0].strip() if system else text.strip().splitlines()[-1].strip()

@@ -76,6 +76,8 @@ def everything_in(directory: Path) -> dict[str, bytes]:
         (["train.steps=1.5"], "train.steps: expected a valid integer"),
         (["sketch.rank=30"], "sketch.rank: 30 exceeds layer decoder.layers.0."),
         (["sketch.targets=[linear_q]"], "sketch.targets: no linear is named 'linear_q'; expected"),
+        (["sketch.targets=[output_layer]"], "sketch.targets: no linear is named 'output_layer'"),
+        (["sketch.targets=[word_embeddings]"], "sketch.targets: no linear is named 'word_emb"),
         (["environment={kind: reasoning_gym, task: gdc}"], "environment gdc: task: reasoning_gym"),
         (["environment={kind: jsonl, path: none.jsonl}"], "environment.path: none.jsonl: No such"),
         (["environment=[]"], "environment: missing; expected at least one environment"),
@@ -179,6 +181,12 @@ def test_an_interrupted_checkpoint_is_refused_and_the_one_before_it_named(
         assert message.startswith(f"{last}: not a checkpoint of this program, or an interrupted")
         assert "the newest good one is iter_0000001" in message
     assert everything_in(trained / "run") == before
+    last.rename(trained / "away")
+    (trained / "run" / "checkpoints" / "latest").write_text("iter_0000001\n")
+    weights = next(path for path in last.with_name("iter_0000001").glob("*.distcp"))
+    weights.unlink()
+    message = refused("train", config, "--resume")
+    assert "damaged: " in message and f"{weights.name}'" in message
 
 
 def test_a_prompt_longer_than_the_model_is_refused(

@@ -63,7 +63,7 @@ class StepResult:
     sketch_norm: float | None = None
     """‖S‖ over the targets."""
     grad_norm: float | None = None
-    """Norm by which gradients were clipped."""
+    """Norm by which gradients were clipped, if any were."""
     lr: float | None = None
     """Learning rate, where there is one."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -255,10 +255,15 @@ class Learner:
             kl_realised=realised,
             update_ratio=report.update_ratio,
             sketch_norm=report.sketch_norm,
-            grad_norm=float(grad_norm) if grad_norm is not None else None,
+            grad_norm=float(grad_norm) if grad_norm is not None and self._clips else None,
             lr=lr,
             seconds=seconds,
         )
+
+    @property
+    def _clips(self) -> bool:
+        """Whether there are gradients with a norm: sketches have one in mode `lr` only."""
+        return self.adam is not None or self.cfg.step_control.mode == "lr"
 
     def _measures_realised(self) -> bool:
         """Every so many updates, and only while the output layer stays what it is."""

@@ -275,6 +275,11 @@ def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch
         total.addmm_(grad.t().to(total.dtype), projected.to(total.dtype))
 
 
+# Matrices that cannot be sketched: the one is looked up and not multiplied; the other serves pieces
+# of the hidden states in place, and the realised KL needs it unchanged.
+_NO_TARGETS = ("word_embeddings", "output_layer")
+
+
 def _find_targets(
     model: torch.nn.Module, names: list[str]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -283,6 +288,7 @@ def _find_targets(
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter)
         and module.weight.dim() == 2
+        and name.rsplit(".", 1)[-1] not in _NO_TARGETS
     ]
     for wanted in names:
         if not any(name.rsplit(".", 1)[-1] == wanted for name, _ in linears):
