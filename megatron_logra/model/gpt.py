@@ -204,7 +204,7 @@ def forward_head(model: nn.Module, tokens: Tensor, position_ids: Tensor, head: H
 def _call_head(
     *,
     hidden_states: Tensor,
-    output_layer: nn.Module,
+    output_layer: Any,
     output_weight: Tensor | None,
     scale_logits: Callable[[Tensor], Tensor],
     context: Head,
