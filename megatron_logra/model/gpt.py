@@ -127,6 +127,8 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         "attention_softmax_in_fp32": True,
         # Sequences differ in length from one micro-batch to the next.
         "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Of no use without experts, but the default does not go with the line above.
+        "moe_token_dispatcher_type": "alltoall",
         # Losses and gradients are normalised by the tokens of the whole global batch.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,

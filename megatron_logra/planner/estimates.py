@@ -9,12 +9,15 @@ parallelism, else 1), widths h (hidden), q (heads · head size), g (groups · he
 sketch rank r, a layer keeps n times
 
     2·h/t'·e                     inputs of the two norms
-    (q + 2g)/t·e                 queries, keys and values [+ (q + g)/t·e before their own norms]
+    (2q + 3g)/t·e                queries and keys with their positions; qkv's output, of which the
+                                 values are a view [+ q/t·e for the norm of queries]
     q/t·e + 4·heads/t            output and log-sum-exp of fused attention
-    heads/t·s·(4 + e) + 2(q-g)/t·e   instead: probabilities and repeated keys, not fused
-    2f/t·e                       gate and up [+ f/t·e where SwiGLU is not fused]
+    2f/t·e                       gate and up [+ 2f/t·e where SwiGLU is not fused]
     h/t'·e, q/t·e, h/t'·e, f/t·e    inputs of qkv, proj, fc1, fc2: dense
     r·e, r/t'·e, r·e, r/t'·e        P of the same: sketched
+
+Attention that is not fused keeps 3q/t·e (keys and values are repeated) [+ (2q + 2g)/t·e for norms]
+and heads/t·s probabilities, in fp32 and in e bytes, instead of the lines about attention above.
 
 Selective recomputation drops what attention keeps besides its inputs; full recomputation keeps the
 layer's input (h/t'·e) alone, and one layer's whole amount while it is recomputed. Stage i of p
@@ -61,19 +64,32 @@ class PassEstimate:
 
     def activations(self) -> int:
         """Most bytes of activations at a time, estimated."""
-        whole = self._layer(recompute=False)
-        kept = {
-            "none": whole,
-            "selective": self._layer(recompute=True),
-            "full": self._per_token(hidden=1) * self.tokens,
-        }[self.cfg.train.recompute]
         in_flight = min(self.layout.pipeline - self.stage.number, self.micro_batches)
-        total = in_flight * self.stage.layers * kept
+        total = in_flight * self.kept()
         if self.stage.layers:
-            total += whole - kept  # what the layer in work has been recomputed to
+            total += self._layer() - self._kept_by_layer()  # what is recomputed of one layer
         if self.stage.number == self.layout.pipeline - 1:
-            total += self._head()
+            rows = min(self.cfg.algorithm.logprob_chunk, self.tokens)
+            total += rows * (self.vocabulary // self.layout.tensor) * (4 + self.bytes)
         return total
+
+    def kept(self) -> int:
+        """Bytes that the forward pass of a micro-batch leaves for the backward pass."""
+        total = self.stage.layers * self._kept_by_layer()
+        if self.stage.number == self.layout.pipeline - 1:
+            # The final norm's input, and the hidden states of all positions that carry loss.
+            hidden = self.config.hidden_size * self.bytes
+            total += self.tokens * (self._per_token(hidden=1) + hidden)
+        return total
+
+    def _kept_by_layer(self) -> int:
+        match self.cfg.train.recompute:
+            case "none":
+                return self._layer()
+            case "selective":
+                return self._layer(attention_recomputed=True)
+            case "full":
+                return self.tokens * self._per_token(hidden=1)
 
     def rollout_cache(self) -> int:
         """Bytes of keys and values of `rollout.batch_size` sequences at full length."""
@@ -94,27 +110,28 @@ class PassEstimate:
         numbers = hidden * self.config.hidden_size / positions + split / self.layout.tensor
         return math.ceil(numbers * self.bytes)
 
-    def _layer(self, *, recompute: bool) -> int:
-        """What a layer keeps, without or with selective recomputation."""
+    def _layer(self, *, attention_recomputed: bool = False) -> int:
+        """What a layer keeps if nothing, or only its core attention, is recomputed."""
         _, query, kv, ffn = self._widths()
         heads = self.config.num_attention_heads
-        size = self._per_token(hidden=2, split=query + 2 * kv)
+        size = self._per_token(hidden=2)
         if self.config.hidden_dropout:
             size += math.ceil(2 * self.config.hidden_size / self.layout.positions_split)  # masks
-        if self.config.qk_layernorm:
-            size += self._per_token(split=query + kv)
         fused = self.cfg.model.implementation != "local"
-        output_kept = fused and not recompute
+        norms = bool(self.config.qk_layernorm)
+        output_kept = fused and not attention_recomputed
+        if fused or attention_recomputed:
+            size += self._per_token(split=2 * query + 3 * kv + norms * query)
+        else:
+            size += self._per_token(split=3 * query + norms * (2 * query + 2 * kv))
+            probabilities = self.cfg.train.seq_length * (heads // self.layout.tensor)
+            size += probabilities * (4 if self.bytes == 4 else 4 + self.bytes)
         if output_kept:
             size += self._per_token(split=query) + 4 * heads // self.layout.tensor
-        elif not recompute:
-            keys = self.cfg.train.seq_length
-            size += keys * (heads // self.layout.tensor) * (4 + self.bytes)
-            size += self._per_token(split=2 * (query - kv))
         gated = self.config.gated_linear_unit
         size += self._per_token(split=2 * ffn if gated else ffn)
         if gated and not self.config.bias_activation_fusion:
-            size += self._per_token(split=ffn)
+            size += self._per_token(split=2 * ffn)
         size += self._inputs(query, ffn, attention_output_kept=output_kept)
         return size * self.tokens
 
@@ -139,10 +156,3 @@ class PassEstimate:
         if any(s.short_name == name for s in self.stage.targets):
             return "sketched"
         return "dense" if any(s.short_name == name for s in self.stage.trained) else "frozen"
-
-    def _head(self) -> int:
-        """Final norm, the hidden states of the loss, and one chunk of logits."""
-        hidden = self.config.hidden_size * self.bytes
-        rows = min(self.cfg.algorithm.logprob_chunk, self.tokens)
-        logits = rows * (self.vocabulary // self.layout.tensor) * (4 + self.bytes)
-        return self.tokens * (self._per_token(hidden=1) + hidden) + logits

@@ -109,7 +109,8 @@ class _Count:
         summed = sum(s.numel for s in self.stage.trained if self._is_summed(s))
         self._add("all_reduce", "norm_gradients", 4 * summed)
         if self._probe_tokens():
-            self._forward("probe", 2 * self._probe_tokens())
+            self._forward("probe", self._probe_tokens())
+            self._forward("probe", self._probe_tokens(), tangents=True)
             self._projected("probe", self._probe_tokens())
 
     def _add(self, collective: str, what: str, size: float) -> None:
@@ -124,15 +125,21 @@ class _Count:
             return True
         return self.layout.sequence and shape.split is None
 
-    def _forward(self, what: str, tokens: int, layers: int = 1) -> None:
-        """A forward pass, in which the layers run `layers` times."""
+    def _forward(self, what: str, tokens: int, layers: int = 1, tangents: bool = False) -> None:
+        """A forward pass, in which the layers run `layers` times.
+
+        Args:
+            tangents: a forward-mode pass's tangents, which begin at the first linear's output.
+        """
         size = tokens * self.config.hidden_size * self.bytes
         in_layers = 2 * self.stage.layers * layers
+        embedding = self.first and not tangents
         if self.layout.sequence:
-            self._add("all_gather", what, size * (in_layers + self.last))
-            self._add("reduce_scatter", what, size * (in_layers + self.first))
+            gathers = in_layers + self.last - (self.first and tangents)
+            self._add("all_gather", what, size * gathers)
+            self._add("reduce_scatter", what, size * (in_layers + embedding))
         else:
-            self._add("all_reduce", what, size * (in_layers + self.first))
+            self._add("all_reduce", what, size * (in_layers + embedding))
 
     def _backward(self) -> None:
         size = self.tokens * self.config.hidden_size * self.bytes
