@@ -131,6 +131,49 @@ def generate(argv: Sequence[str]) -> int:
     return 0
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Show memory and communication per rank before anything runs."""
+    parser = _parser("plan")
+    _add_config(parser)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of the run; default: as few as the parallel section takes",
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        choices=("logra", "adam"),
+        default=[],
+        help="show this optimizer too",
+    )
+    parser.add_argument(
+        "--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one rank (default: 80)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan of every rank as JSON")
+    args = parser.parse_intermixed_args(argv)
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"--ranks {args.ranks}: expected a number of ranks, 1 or more")
+    if not 0 < args.gpu_memory < float("inf"):
+        raise UserError(f"--gpu-memory {args.gpu_memory:g}: expected GiB, more than 0")
+    config = load_config(args.config, args.overrides)
+
+    from megatron_logra import platform
+
+    platform.quieten()  # nothing runs: a plan needs no stand-ins
+    from megatron_logra.planner import report
+
+    report.run(
+        config,
+        ranks=args.ranks,
+        compare=args.compare,
+        gpu_memory=args.gpu_memory,
+        json_file=args.json,
+    )
+    return 0
+
+
 def report(argv: Sequence[str]) -> int:
     """Draw plots and one self-contained HTML page from run directories."""
     parser = _parser("report")
@@ -161,6 +204,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
+    "plan": plan,
     "report": report,
     "doctor": doctor,
 }

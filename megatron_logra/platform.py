@@ -54,7 +54,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    _quieten()
+    quieten()
     if not torch.cuda.is_available():
         if importlib.util.find_spec("transformer_engine") is not None:
             raise UserError(
@@ -145,7 +145,7 @@ class _Misleading(logging.Filter):
         return not any(text in str(record.msg) for text in self.TEXTS)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence what Megatron says about optional packages that are deliberately not used."""
     for module, pattern in (
         ("megatron", ".*[Aa]pex.*"),

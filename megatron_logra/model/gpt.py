@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,8 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         "attention_softmax_in_fp32": True,
         # Sequences differ in length from one micro-batch to the next.
         "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Of no use without experts, but the default does not go with the line above.
+        "moe_token_dispatcher_type": "alltoall",
         # Losses and gradients are normalised by the tokens of the whole global batch.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
@@ -259,7 +262,9 @@ def _split(source: str, given: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"{source}.{key}: missing")
         if type(given[key]) is not int or given[key] < 1:
             raise UserError(f"{source}.{key}: expected a positive integer, got {given[key]!r}")
-    fields = MODERN_DEFAULTS | {key: value for key, value in given.items() if key not in own}
+    fields = MODERN_DEFAULTS | {
+        key: _as_tuple(hints[key], value) for key, value in given.items() if key not in own
+    }
     heads, groups = fields["num_attention_heads"], fields.get("num_query_groups")
     if groups is not None and (type(groups) is not int or groups < 1 or heads % groups):
         raise UserError(
@@ -288,6 +293,14 @@ def _gpt_arguments(source: str, given: dict[str, Any], cfg: Config) -> GPTArgume
             f"{arguments.max_sequence_length} tokens"
         )
     return arguments
+
+
+def _as_tuple(hint: Any, value: Any) -> Any:
+    """A list as a tuple where that is wanted and a list is not: YAML has no tuples."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    wanted = {typing.get_origin(kind) for kind in (typing.get_args(hint) if union else (hint,))}
+    as_tuple = isinstance(value, list) and tuple in wanted and list not in wanted
+    return tuple(value) if as_tuple else value
 
 
 def _check_type(key: str, hint: Any, value: Any) -> None:
