@@ -21,7 +21,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_logra.errors import UserError
+from megatron_logra import distributed
+from megatron_logra.errors import UserError, lost_a_rank
 
 # Its advice to use another library concerns saves in the background.
 logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
@@ -96,31 +97,34 @@ def save(
     """
     final = root / directory_name(step)
     unfinished = root / (_UNFINISHED + final.name)
-    first = dist.get_rank() == 0
-    try:
-        if first:
-            root.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(root)
-            unfinished.mkdir()
-        dist.barrier()
+
+    def begin() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        unfinished.mkdir()
+
+    def write() -> None:
         _write_results_stay_in_this_process()
         with _quiet():
             dist_checkpointing.save(state, str(unfinished))
-        if first:
-            text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
-            (unfinished / DESCRIPTION).write_text(text + "\n")
-            save_integrity_manifest(str(unfinished))
-            for path in (*unfinished.iterdir(), unfinished):
-                _flush(path)
-            _publish(root, unfinished, final)
-            older = [path for path in list_checkpoints(root) if _step_of(path) < step]
-            for path in older[: max(0, len(older) - (keep - 1))]:
-                shutil.rmtree(path)
-        dist.barrier()
-    except _FAILURES as error:
-        raise UserError(_save_failure(root, final, error)) from error
+
+    def publish() -> None:
+        text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
+        (unfinished / DESCRIPTION).write_text(text + "\n")
+        save_integrity_manifest(str(unfinished))
+        for path in (*unfinished.iterdir(), unfinished):
+            _flush(path)
+        _publish(root, unfinished, final)
+        older = [path for path in list_checkpoints(root) if _step_of(path) < step]
+        for path in older[: max(0, len(older) - (keep - 1))]:
+            shutil.rmtree(path)
+
+    try:
+        distributed.first(lambda: _guarded(begin, root, final))
+        _guarded(write, root, final)
+        distributed.first(lambda: _guarded(publish, root, final))
     finally:
-        if first:
+        if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
     return final
 
@@ -218,7 +222,11 @@ def set_weights(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> No
 
 
 def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
-    """The random states of this rank's Python, NumPy, torch and Megatron's tracker."""
+    """The random states of this rank's Python, NumPy, torch and Megatron's tracker.
+
+    Only dropout draws from them: data order, sampling noise, projections and first weights come
+    from counters and seeds. They belong to a layout, and can only be loaded under the same one.
+    """
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -230,10 +238,14 @@ def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
     return ShardedObject(
         "rng_state",
         states,
-        (pg.pp.size(), pg.tp.size()),
-        (pg.pp.rank(), pg.tp.rank()),
-        replica_id=pg.dp_cp.rank(),
+        (pg.pp.size(), pg.dp_cp.size(), pg.tp.size()),
+        (pg.pp.rank(), pg.dp_cp.rank(), pg.tp.rank()),
     )
+
+
+def layout(pg: ProcessGroupCollection) -> dict[str, int]:
+    """Under which layout a checkpoint is written."""
+    return {"tensor": pg.tp.size(), "pipeline": pg.pp.size(), "data": pg.dp_cp.size()}
 
 
 def set_rng_state(states: dict[str, Any]) -> None:
@@ -315,6 +327,16 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"torch\.distributed")
         warnings.filterwarnings("ignore", module=r"megatron\.core\.dist_checkpointing")
         yield
+
+
+def _guarded(action: Callable[[], None], root: Path, final: Path) -> None:
+    """A part of a save, whose failures are `UserError`s."""
+    try:
+        action()
+    except _FAILURES as error:
+        if lost_a_rank(error):
+            raise
+        raise UserError(_save_failure(root, final, error)) from error
 
 
 def _save_failure(root: Path, final: Path, error: BaseException) -> str:

@@ -8,18 +8,24 @@ arguments and configuration are known to be right.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import megatron_logra
+from megatron_logra import launcher
 from megatron_logra.config import load_config, require_trainable
-from megatron_logra.errors import StopRequested, UserError
+from megatron_logra.errors import (
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    StopRequested,
+    UserError,
+    lost_a_rank,
+)
 
 PROGRAM = "megatron-logra"
-EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,23 +61,38 @@ def _add_checkpoint(parser: _Parser) -> None:
     )
 
 
+def _add_ranks(parser: _Parser) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=1,
+        metavar="N",
+        help="start N local ranks (default: 1); not used where torchrun has started them",
+    )
+
+
+def _starts_ranks(args: argparse.Namespace) -> bool:
+    """Whether this process is to start the ranks, and not to be one."""
+    if args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc}: expected a number of ranks, 1 or more")
+    return args.nproc > 1 and not launcher.is_rank()
+
+
 def train(argv: Sequence[str]) -> int:
     """Train a model; results go to logging.run_dir."""
     parser = _parser("train")
     _add_config(parser)
-    parser.add_argument(
-        "--nproc", type=int, default=1, metavar="N", help="start N local ranks (default: 1)"
-    )
+    _add_ranks(parser)
     parser.add_argument(
         "--resume", action="store_true", help="go on from the run directory's latest checkpoint"
     )
     args = parser.parse_intermixed_args(argv)
-    if args.nproc < 1:
-        raise UserError(f"--nproc {args.nproc}: expected a number of ranks, 1 or more")
-    if args.nproc > 1:
-        raise UserError(f"--nproc {args.nproc}: several ranks are not supported yet; expected 1")
+    starts_ranks = _starts_ranks(args)
     config = load_config(args.config, args.overrides)
     require_trainable(config)
+    if starts_ranks:
+        return launcher.launch(["train", *argv], args.nproc)
+    launcher.stop_with_launcher()
 
     from megatron_logra import platform
 
@@ -99,8 +120,13 @@ def evaluate(argv: Sequence[str]) -> int:
     parser = _parser("eval")
     _add_config(parser)
     _add_checkpoint(parser)
+    _add_ranks(parser)
     args = parser.parse_intermixed_args(argv)
+    starts_ranks = _starts_ranks(args)
     config = load_config(args.config, args.overrides)
+    if starts_ranks:
+        return launcher.launch(["eval", *argv], args.nproc)
+    launcher.stop_with_launcher()
 
     from megatron_logra import platform
 
@@ -119,8 +145,13 @@ def generate(argv: Sequence[str]) -> int:
         "--prompt", action="append", required=True, metavar="TEXT", help="may be given repeatedly"
     )
     _add_checkpoint(parser)
+    _add_ranks(parser)
     args = parser.parse_intermixed_args(argv)
+    starts_ranks = _starts_ranks(args)
     config = load_config(args.config, args.overrides)
+    if starts_ranks:
+        return launcher.launch(["generate", *argv], args.nproc)
+    launcher.stop_with_launcher()
 
     from megatron_logra import platform
 
@@ -237,16 +268,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except SystemExit as exit_:  # argparse, after --help
         return exit_.code if isinstance(exit_.code, int) else 1
-    except UserError as error:
+    except BaseException as error:
+        if launcher.speaks_for_all():
+            _explain(error)
+        code = _exit_code(error)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code != EXIT_STOPPED:
+        # The other ranks wait for this one: nothing may keep it from ending at once.
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _explain(error: BaseException) -> None:
+    """Say on stderr why the command ends."""
+    if isinstance(error, UserError):
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except StopRequested as stop:
-        reason = " ".join(str(stop).split()) or "stopped on request"
+    elif isinstance(error, StopRequested):
+        reason = " ".join(str(error).split()) or "stopped on request"
         print(f"{PROGRAM}: {reason}; go on with --resume", file=sys.stderr)
-        return EXIT_STOPPED
-    except KeyboardInterrupt:
+    elif isinstance(error, KeyboardInterrupt):
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 1
-    except Exception:
-        traceback.print_exc()
-        return 1
+    elif lost_a_rank(error):
+        print(f"{PROGRAM}: lost another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR
+    return EXIT_STOPPED if isinstance(error, StopRequested) else 1

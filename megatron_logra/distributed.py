@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,21 +29,32 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
-    """Join the run's ranks, build Megatron's groups and seed its random states.
+def join(parallel: ParallelConfig) -> None:
+    """Join the run's ranks; does nothing the second time.
 
-    The ranks come from the launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them
-    this process is the only one, and no port is opened. May be called again with other sizes.
+    They come from the launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them this
+    process is the only one, and no port is opened.
 
     Raises:
-        UserError: `parallel` asks for more ranks than there are, or for a layout that is not
-            supported.
+        UserError: `parallel` does not fit the number of ranks, or there are too few GPUs.
     """
     platform.install()
     ranks = _launched_ranks()
     check_layout(parallel, ranks)
     if not dist.is_initialized():
         _join()
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
+    """Join the run's ranks, build Megatron's groups and seed its random states.
+
+    May be called again with other sizes.
+
+    Raises:
+        UserError: `parallel` asks for more ranks than there are, or for a layout that is not
+            supported.
+    """
+    join(parallel)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -84,6 +97,57 @@ def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return values
 
 
+def first[T](make: Callable[[], T]) -> T:
+    """`make()` of rank 0, on all ranks; called by all.
+
+    Raises:
+        UserError: on all ranks, if it raised one.
+    """
+    if world_size() == 1:
+        return make()
+    box = [_attempt(make) if rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return _result(box[0])
+
+
+def each[T](make: Callable[[], T]) -> list[T]:
+    """`make()` of every rank in their order, on all ranks; called by all.
+
+    Raises:
+        UserError: on all ranks, if one rank raised one; that of the lowest such rank.
+    """
+    if world_size() == 1:
+        return [make()]
+    outcomes: list[tuple[T | None, str | None]] = [(None, None)] * world_size()
+    dist.all_gather_object(outcomes, _attempt(make))
+    return [_result(outcome) for outcome in outcomes]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any rank; called by all."""
+    if world_size() == 1:
+        return flag
+    flags = torch.tensor([int(flag)], device=platform.device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def _attempt[T](make: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or the text of a `UserError`."""
+    try:
+        return make(), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _result[T](outcome: tuple[T | None, str | None]) -> T:
+    value, complaint = outcome
+    if complaint is not None:
+        raise UserError(complaint)
+    return cast(T, value)
+
+
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -100,7 +164,10 @@ def _launched_ranks() -> int:
 def _join() -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise UserError(f"LOCAL_RANK={local}: expected a GPU for each rank; {gpus} are here")
+        torch.cuda.set_device(local)
     if not _launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -1,4 +1,9 @@
-"""The two ways in which a run ends early on purpose."""
+"""The ways in which a run ends early, and their exit codes."""
+
+import os
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
 
 
 class UserError(Exception):
@@ -10,3 +15,18 @@ class UserError(Exception):
 
 class StopRequested(Exception):
     """A signal asked the run to stop; a checkpoint has been saved (exit code 75)."""
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether `error` is what a rank sees when another one has ended."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and any(text in str(error) for text in _LOST)
+
+
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited",
+)

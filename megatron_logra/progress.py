@@ -20,7 +20,8 @@ class Progress:
 
     On a terminal the line is redrawn in place. Elsewhere a step's line is printed when `interval_s`
     seconds have passed since the last one, and for the first and the last step. Use it as a context
-    manager, so that a traceback begins on a line of its own.
+    manager, so that a traceback begins on a line of its own. All but one of a run's ranks are
+    `silent`.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Progress:
         stream: TextIO | None = None,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        silent: bool = False,
     ) -> None:
         self.total_steps = total_steps
         self._stream = stream if stream is not None else sys.stderr
-        self._live = self._stream.isatty()
+        self._silent = silent
+        self._live = not silent and self._stream.isatty()
         self._interval_s = interval_s
         self._clock = clock
         self._done = start_step
@@ -123,6 +126,8 @@ class Progress:
         self._shown = len(line)
 
     def _print(self, line: str) -> None:
+        if self._silent:
+            return
         self._stream.write(line + "\n")
         self._stream.flush()
 

@@ -113,6 +113,11 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     else:
         source, given = "model.spec", dict(cfg.model.spec or {})
     fields = _split(source, given)
+    if given["vocab_size"] % cfg.parallel.tensor:
+        raise UserError(
+            f"{source}.vocab_size={given['vocab_size']}: expected a multiple of "
+            f"parallel.tensor={cfg.parallel.tensor}, over which the vocabulary is divided"
+        )
     arguments = _gpt_arguments(source, given, cfg)
     precision = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
     fields |= {

@@ -29,10 +29,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_logra import memory
+from megatron_logra import distributed, memory
 from megatron_logra.config import Config, ScheduleConfig
 from megatron_logra.model.parameters import whole_name
 from megatron_logra.optimizer.adam_state import allow_loading
+from megatron_logra.optimizer.master_weights import Fp32Master
 from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
 from megatron_logra.optimizer.sketch_optimizer import SketchDistributedOptimizer, StepReport
 from megatron_logra.optimizer.step_control import StepControl
@@ -162,6 +163,7 @@ class Learner:
             self.schedulers.append(_scheduler(self.adam, cfg.optimizer.adam, cfg))
         self.optimizer = ChainedOptimizer(optimizers)
         self._reduce_seconds = 0.0
+        self._sent = dict.fromkeys(COMMUNICATION, 0)
         tconfig.finalize_model_grads_func = self._finalize_grads
         tconfig.no_sync_func = self._no_sync
 
@@ -173,6 +175,7 @@ class Learner:
 
     def zero_grad(self) -> None:
         """Zero sketches and gradients; call it before the forward-backward passes of a step."""
+        self._sent = dict.fromkeys(COMMUNICATION, 0)
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -191,8 +194,13 @@ class Learner:
         """Reduce gradients and sketches, and divide both by the global batch's tokens."""
         started = time.perf_counter()
         finalize_model_grads(model, num_tokens, **kwargs)
+        size = self.pg.dp_cp.size()
+        for chunk in self.chunks:  # one reduce-scatter of each buffer
+            self._sent["gradient"] += _ring_bytes([b.grad_data for b in chunk.buffers], size)
         if self._sketch_ddp is not None:
             self._sketch_ddp.finish_grad_sync()
+            buffers = [buffer.grad_data for buffer in self._sketch_ddp.buffers]
+            self._sent["sketch"] += _ring_bytes(buffers, size)
             if num_tokens is not None:  # by now the sum over all ranks
                 self._sketch_ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
         self._reduce_seconds = time.perf_counter() - started
@@ -212,7 +220,8 @@ class Learner:
         """
         begun = time.perf_counter()
         lr = self._lr()
-        if self.adam is not None and not all(_finite(chunk) for chunk in self.chunks):
+        # Each rank sees what it has reduced: its own share of the gradients.
+        if self.adam is not None and distributed.any_rank(not all(map(_finite, self.chunks))):
             return StepResult(applied=False, reason="a gradient is not finite", lr=lr)
         before = self.control.state_dict()
         if mismatch is not None and math.isfinite(mismatch):
@@ -227,6 +236,7 @@ class Learner:
         applied, grad_norm, _ = self.optimizer.step()
         taken = time.perf_counter() - started
         report = self.sketch.report if self.sketch is not None else StepReport()
+        self._count_gathers(applied, report)
         if not applied:
             self.control.load_state_dict(before)
         realised = None
@@ -282,9 +292,25 @@ class Learner:
         return memory.count(self.chunks, self._sketch_ddp, self.sketch, self.adam)
 
     def comm_bytes(self) -> dict[str, int]:
-        """Bytes this rank sent over data-parallel collectives in a step: none with one rank."""
-        assert self.pg.dp_cp.size() == 1
-        return {"gradient": 0, "sketch": 0, "parameter": 0}
+        """Bytes that this rank has sent over data-parallel collectives since `zero_grad`, by kind.
+
+        gradient, sketch: reduce-scatters of the fp32 buffers. parameter: all-gathers of directions
+        in the factor type, of the bf16 weights of sharded masters, and of parameters that Adam
+        trains. A collective over n ranks counts as in a ring, (n - 1)/n of its buffer.
+        """
+        return dict(self._sent)
+
+    def _count_gathers(self, applied: bool, report: StepReport) -> None:
+        """Add what a step has gathered."""
+        size, gathered = self.pg.dp_cp.size(), []
+        if self._sketch_ddp is not None and report.direction_gathered:
+            gathered += [buffer.param_data for buffer in self._sketch_ddp.buffers]
+        if self.sketch is not None and applied:
+            for master in self.sketch.masters:
+                gathered += [master.weight] if isinstance(master, Fp32Master) else []
+        if self.adam is not None and applied:
+            gathered += [buffer.param_data for chunk in self.chunks for buffer in chunk.buffers]
+        self._sent["parameter"] += _ring_bytes(gathered, size)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -325,6 +351,8 @@ class Learner:
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMMUNICATION = ("gradient", "sketch", "parameter")
+"""Kinds of data-parallel communication."""
 
 
 def _wrap(
@@ -396,6 +424,11 @@ def _scheduler(
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
+
+
+def _ring_bytes(buffers: list[torch.Tensor], size: int) -> int:
+    """Bytes that one of `size` ranks sends in a ring to reduce-scatter or all-gather `buffers`."""
+    return sum(buffer.numel() * buffer.element_size() * (size - 1) // size for buffer in buffers)
 
 
 def _finite(ddp: DistributedDataParallel) -> bool:

@@ -52,6 +52,8 @@ class StepReport:
     """‖ΔW‖/‖W‖ over all targets, α included."""
     sketch_norm: float | None = None
     """‖S‖ over all targets."""
+    direction_gathered: bool = False
+    """Whether the ranks have exchanged their rows of D."""
     probe_seconds: float = 0.0
     """Time of the prediction."""
 
@@ -274,6 +276,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         for chunk in self.model_chunks:
             chunk.start_param_sync(force_sync=True)
         self.capture.gather_directions()
+        self.report.direction_gathered = True
 
     def _choose_alpha(self) -> bool:
         started = time.perf_counter()

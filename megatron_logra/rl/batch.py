@@ -83,27 +83,34 @@ def micro_batches(
     pad_id: int,
     *,
     length_multiple: int = 1,
+    share: tuple[int, int] = (0, 1),
 ) -> list[MicroBatch]:
     """The loss-carrying samples in micro-batches, the longest sequences first.
 
     Sorting by length keeps the padding small; ties go by place in the global batch. The last
     micro-batch may be smaller. Without loss-carrying samples the list is empty.
 
+    Data-parallel ranks take turns, so that their sequences are about as long; each has equally
+    many micro-batches, the last of which may carry no loss.
+
     Args:
         samples: of the whole global batch.
         micro_batch_size: rows of a micro-batch.
         pad_id: token id that fills rows up; what it is has no effect on the loss.
         length_multiple: s is a multiple of this (sequence parallelism divides s).
+        share: which of so many shares.
     """
+    number, shares = share
     places = [place for place, sample in enumerate(samples) if sample.carries_loss]
     places.sort(key=lambda place: (-_length(samples[place]), place))
-    return [
+    starts = range(0, len(places), micro_batch_size)
+    batches = [
         _micro_batch([samples[place] for place in chosen], tuple(chosen), pad_id, length_multiple)
-        for chosen in (
-            places[start : start + micro_batch_size]
-            for start in range(0, len(places), micro_batch_size)
-        )
+        for chosen in (places[start : start + micro_batch_size] for start in starts[number::shares])
     ]
+    if len(batches) * shares < len(starts):
+        batches.append(_without_loss(pad_id, length_multiple))
+    return batches
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,11 @@ def probe_batch(
     ]
     batch = _micro_batch(chosen, tuple(range(count)), pad_id, length_multiple)
     return ProbeTensors(batch.tokens, batch.position_ids, batch.loss_mask)
+
+
+def _without_loss(pad_id: int, length_multiple: int) -> MicroBatch:
+    """One row of padding, at no place of the global batch."""
+    return _micro_batch([Sample([pad_id, pad_id], [])], (-1,), pad_id, length_multiple)
 
 
 def _length(sample: Sample) -> int:

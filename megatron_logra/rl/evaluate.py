@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_logra import checkpoint as checkpoints
+from megatron_logra import distributed
 from megatron_logra.config import Config, SamplingConfig
 from megatron_logra.metrics import make_run_dir
 from megatron_logra.rl.environments import Problem, build_environment
-from megatron_logra.rl.policy import Policy, build_policy
+from megatron_logra.rl.policy import Policy, build_policy, join_ranks
 from megatron_logra.rl.rollouts import RolloutMaker
 
 HELD_OUT_SEED = 0
@@ -132,11 +133,14 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
     Raises:
         UserError: no such checkpoint, or one of another model; a faulty environment.
     """
+    join_ranks(config)
     environment = build_environment(config.environment, config.train.seed)
     try:
-        environment.check()
-        problems = environment.held_out(config.eval.problems, HELD_OUT_SEED)
-        make_run_dir(Path(config.logging.run_dir))
+        distributed.first(environment.check)
+        problems = distributed.first(
+            lambda: environment.held_out(config.eval.problems, HELD_OUT_SEED)
+        )
+        distributed.first(lambda: make_run_dir(Path(config.logging.run_dir)))
         policy = build_policy(config)
         source = load_checkpoint(policy, checkpoint)
         found = accuracies(RolloutMaker(policy, environment), problems, config)
@@ -154,6 +158,8 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
             entry.name or entry.task or entry.path or entry.function for entry in config.environment
         ],
     }
+    if distributed.rank() > 0:
+        return result
     path = Path(config.logging.run_dir) / "eval.json"
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     print(f"{_name_of(source)}, {len(problems)} held-out problems")
@@ -189,6 +195,8 @@ def generate(
     texts = [policy.tokenizer.decode(response.token_ids) for (response,) in responses]
     print(f"weights: {_name_of(source)}", file=sys.stderr)
     for prompt, text in zip(prompts, texts, strict=True):
+        if distributed.rank() > 0:
+            break
         if len(prompts) > 1:
             print(f"> {prompt}")
         print(text)
@@ -211,7 +219,8 @@ def load_checkpoint(policy: Policy, checkpoint: str | Path | None) -> Path | Non
     config = policy.config
     source = Path(checkpoint) if checkpoint is not None else None
     if source is None:
-        source = checkpoints.latest(Path(config.logging.run_dir) / "checkpoints")
+        root = Path(config.logging.run_dir) / "checkpoints"
+        source = distributed.first(lambda: checkpoints.latest(root))
     if source is None and config.checkpoint.load is not None:
         source = Path(config.checkpoint.load)
     if source is not None:

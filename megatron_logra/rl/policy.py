@@ -48,6 +48,21 @@ class Policy:
         arguments = {k: v for k, v in asdict(self.arguments).items() if k not in _NOT_IDENTITY}
         return {**model, "activation_func": activation, **arguments}
 
+    @property
+    def length_multiple(self) -> int:
+        """Padded sequences are as long as a multiple of this: positions may be divided over TP."""
+        return self.pg.tp.size() if self.tconfig.sequence_parallel else 1
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """Which share of a batch is this rank's, and the number of shares."""
+        return self.pg.dp.rank(), self.pg.dp.size()
+
+    @property
+    def first_of_replica(self) -> bool:
+        """Whether this rank speaks for the ranks that hold the model together."""
+        return bool(self.pg.tp.rank() == 0)
+
     def engine(self) -> StaticEngine:
         """A generator over this model's own weights."""
         return StaticEngine(
@@ -82,7 +97,7 @@ class Policy:
         Raises:
             UserError: the checkpoint is missing, damaged, or of another model.
         """
-        description = checkpoint.read_description(path)
+        description = distributed.first(lambda: checkpoint.read_description(path))
         checkpoint.require_same(path, description["model"], self.description(), "model")
         loaded = checkpoint.load(path, checkpoint.weights_state([self.model]))
         checkpoint.set_weights([self.model], loaded)
@@ -93,18 +108,31 @@ class Policy:
 _NOT_IDENTITY = ("max_sequence_length", "seed")
 
 
+def join_ranks(config: Config) -> None:
+    """Join the run's ranks, so that they can agree on something before there is a model.
+
+    Raises:
+        UserError: the layout is not one that rollouts and training run in, or not one of as many
+            ranks.
+    """
+    for name in ("pipeline", "context", "expert"):
+        size = getattr(config.parallel, name)
+        if size > 1:
+            raise UserError(
+                f"parallel.{name}={size}: not supported here; training, evaluation and generation "
+                "run over tensor- and data-parallel ranks; expected 1"
+            )
+    distributed.join(config.parallel)
+
+
 def build_policy(config: Config) -> Policy:
     """Join the ranks, build the model and give it its first weights (random, or of `model.hf`).
 
     Raises:
-        UserError: the configuration does not fit the model, its files or the machine.
+        UserError: the configuration does not fit the model, its files, the ranks or the machine.
     """
+    join_ranks(config)
     pg = distributed.initialize(config.parallel, config.train.seed)
-    if distributed.world_size() > 1:
-        raise UserError(
-            f"WORLD_SIZE={distributed.world_size()}: the training loop does not run on several "
-            "ranks yet; expected 1"
-        )
     tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
     model = build_model(tconfig, arguments, pg)

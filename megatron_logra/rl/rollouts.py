@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_logra import distributed
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rl.advantages import zero_variance_fraction
@@ -52,8 +53,23 @@ class Rollouts:
         return [[rollout.reward for rollout in group] for group in self.groups]
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What one data-parallel rank contributes: [problems][samples], and seconds."""
+
+    responses: list[list[Response]]
+    texts: list[list[str]]
+    scores: list[list[Score]]
+    generation_s: float
+    scoring_s: float
+
+
 class RolloutMaker:
-    """Generates responses with a policy and has the environment score them."""
+    """Generates responses with a policy and has the environment score them.
+
+    Each data-parallel rank answers its share of the problems; tensor-parallel ranks generate
+    together, and the first of them has the responses scored. All ranks end up with all of it.
+    """
 
     def __init__(self, policy: Policy, environment: Environment) -> None:
         self.policy = policy
@@ -78,42 +94,69 @@ class RolloutMaker:
             sampling: how to sample.
             update: step index; with the seed, it keys the noise.
             stream: name of the noise's stream.
-            progress: told the numbers of finished and of all responses.
+            progress: told the numbers of finished and of all responses of this rank.
+
+        Returns:
+            The responses to all problems, on every rank; times are the slowest rank's.
 
         Raises:
-            UserError: a prompt leaves no room for a response; names the problem.
+            UserError: a prompt leaves no room for a response; names the problem. Like all of the
+                environment's, it is raised on all ranks.
         """
         started = time.perf_counter()
         prompts = [self.prompt(problem) for problem in problems]
+        number, shares = self.policy.data_rank
+        own = slice(*(len(problems) * place // shares for place in (number, number + 1)))
         responses = self.engine.generate(
-            prompts,
+            prompts[own],
             samples,
             sampling,
             seed=self.policy.config.train.seed,
             update=update,
             stream=stream,
+            first_sample=own.start * samples,
             stop_token_ids=self.policy.stop_tokens(sampling),
             progress=progress,
         )
-        generated = time.perf_counter()
+        generation_s = time.perf_counter() - started
+        found = distributed.each(lambda: self._scored(problems[own], responses, generation_s))
+        parts = [share for share in found if share is not None]
+        failure = self.policy.config.algorithm.failure_reward
+        rollouts = [
+            [
+                Rollout(problem, prompt, *one, one[2].value if one[2].valid else failure)
+                for one in zip(*group, strict=True)
+            ]
+            for problem, prompt, *group in zip(
+                problems,
+                prompts,
+                [group for share in parts for group in share.responses],
+                [group for share in parts for group in share.texts],
+                [group for share in parts for group in share.scores],
+                strict=True,
+            )
+        ]
+        return Rollouts(
+            rollouts,
+            max(share.generation_s for share in parts),
+            max(share.scoring_s for share in parts),
+        )
+
+    def _scored(
+        self, problems: Sequence[Problem], responses: list[list[Response]], generation_s: float
+    ) -> _Share | None:
+        """This rank's responses with their scores; None if another rank contributes them."""
+        if not self.policy.first_of_replica:
+            return None
+        started = time.perf_counter()
         decode = self.policy.tokenizer.decode
         texts = [[decode(response.token_ids) for response in group] for group in responses]
-        asked = [problem for problem in problems for _ in range(samples)]
+        asked = [problem for problem, group in zip(problems, responses, strict=True) for _ in group]
         scores = iter(
             self.environment.score_all(asked, [text for group in texts for text in group])
         )
-        failure = self.policy.config.algorithm.failure_reward
-        groups = []
-        for problem, prompt, group, group_texts in zip(
-            problems, prompts, responses, texts, strict=True
-        ):
-            rollouts = []
-            for response, text in zip(group, group_texts, strict=True):
-                score = next(scores)
-                reward = score.value if score.valid else failure
-                rollouts.append(Rollout(problem, prompt, response, text, score, reward))
-            groups.append(rollouts)
-        return Rollouts(groups, generated - started, time.perf_counter() - generated)
+        by_group = [[next(scores) for _ in group] for group in texts]
+        return _Share(responses, texts, by_group, generation_s, time.perf_counter() - started)
 
     def prompt(self, problem: Problem) -> list[int]:
         """The tokens of a problem.
@@ -160,13 +203,16 @@ def metrics(rollouts: Rollouts) -> dict[str, float | None]:
 
 
 class SampleLog:
-    """`rollouts/step_NNNNNNN.jsonl`: a few sampled texts of each step, and of so many steps."""
+    """`rollouts/step_NNNNNNN.jsonl`: a few sampled texts of each step, and of so many steps.
+
+    The first rank writes them.
+    """
 
     def __init__(self, run_dir: Path, per_step: int, kept: int) -> None:
         self.directory = run_dir / "rollouts"
-        self.per_step = per_step
+        self.per_step = per_step if distributed.rank() == 0 else 0
         self.kept = kept
-        if per_step:
+        if self.per_step:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:

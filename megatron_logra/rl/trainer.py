@@ -4,6 +4,9 @@
 
 `Trainer._reinforcement_step` is this line as code. A step that fails anywhere leaves weights,
 moments, counters and seeds as they were; only the data position moves on.
+
+Every rank runs this loop and holds the same global batch, of which it trains on its share. What is
+decided, from a step's success to a stop, is decided alike on all; the first rank alone writes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_logra import checkpoint as checkpoints
-from megatron_logra import memory, platform
+from megatron_logra import distributed, memory, platform
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.metrics import (
@@ -39,7 +42,7 @@ from megatron_logra.rl import evaluate, losses, rollouts
 from megatron_logra.rl.advantages import RunningBaseline, advantages
 from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_batch
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
-from megatron_logra.rl.policy import build_policy
+from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
 
 CONFIG_FILE = "config.yaml"
@@ -65,15 +68,17 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
         RuntimeError: too many steps in a row failed; a checkpoint has been saved.
     """
     require_trainable(config)
+    join_ranks(config)
     run_dir = Path(config.logging.run_dir)
-    source = _prepare_run_dir(run_dir, resume)
+    source = distributed.first(lambda: _prepare_run_dir(run_dir, resume))
     with ExitStack() as stack:
         environment = build_environment(config.environment, config.train.seed)
         stack.callback(environment.close)
-        environment.check()
-        make_run_dir(run_dir)
+        distributed.first(environment.check)
+        distributed.first(lambda: make_run_dir(run_dir))
         trainer = Trainer(config, environment, source)
-        (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
+        if distributed.rank() == 0:
+            (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
         return trainer.run()
 
 
@@ -119,7 +124,7 @@ class Trainer:
         )
         self.sft = config.algorithm.name == "sft"
         self._held_out: list[Problem] | None = None
-        self.progress = Progress(config.train.steps, self.state.step)
+        self.progress = Progress(config.train.steps, self.state.step, silent=distributed.rank() > 0)
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Trainer:
         after: dict[str, evaluate.Accuracy] | None = None
         path: Path | None = None
         skipped = 0
-        with self.progress, self._open_metrics() as writer, _stop_requests() as stop:
+        with self.progress, self._open_metrics() as writer, _stop_requests() as requested:
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
@@ -148,23 +153,26 @@ class Trainer:
                 state.data_position += config.train.prompts_per_step
                 state.step += 1
                 last = state.step == config.train.steps
+                stop = distributed.any_rank(requested.is_set())
                 if last and config.eval.at_end:
                     try:
                         after = self._evaluate(record)
                     except UserError:
                         self._save_what_is_done(record)
                         raise
-                if self._checkpoint_due(last) or stop.is_set():
+                if self._checkpoint_due(last) or stop:
                     path = self._save(record)
                 record["time/step_s"] = time.perf_counter() - begun
-                self.progress.step(state.step - 1, writer.write(state.step - 1, record))
+                if writer is not None:
+                    record = writer.write(state.step - 1, record)
+                self.progress.step(state.step - 1, record)
                 if state.failed_in_a_row >= config.train.max_skipped_in_a_row:
                     self._save_what_is_done()
                     raise RuntimeError(
                         f"{state.failed_in_a_row} steps in a row failed, the last one because "
                         f"{self._reason}; see train.max_skipped_in_a_row"
                     )
-                if stop.is_set() and not last:
+                if stop and not last:
                     raise StopRequested(f"stopped after step {state.step}, saved {path}")
         return {
             "run_dir": str(self.run_dir),
@@ -174,7 +182,7 @@ class Trainer:
             "seconds": time.perf_counter() - started,
             "before": _to_json(before),
             "after": _to_json(after),
-            "memory": self.learner.memory_bytes(),
+            "memory": _largest(distributed.each(self.learner.memory_bytes)),
             "checkpoint": str(path) if path else None,
         }
 
@@ -227,7 +235,13 @@ class Trainer:
         """
         config, pad_id = self.config, self.policy.tokenizer.pad_id
         record["train/skipped"] = 1
-        batches = micro_batches(samples, config.train.micro_batch_size, pad_id)
+        batches = micro_batches(
+            samples,
+            config.train.micro_batch_size,
+            pad_id,
+            length_multiple=self.policy.length_multiple,
+            share=self.policy.data_rank,
+        )
         record["train/tokens"] = sum(len(s.response_ids) for s in samples if s.carries_loss)
         if not batches:  # where all is solved there is no signal; that is no failure
             return None
@@ -252,7 +266,13 @@ class Trainer:
         probe = None
         if self.learner.predictor is not None:
             control = config.step_control
-            found = probe_batch(samples, control.probe_responses, control.probe_max_tokens, pad_id)
+            found = probe_batch(
+                samples,
+                control.probe_responses,
+                control.probe_max_tokens,
+                pad_id,
+                length_multiple=self.policy.length_multiple,
+            )
             device = platform.device()
             probe = ProbeBatch(
                 found.tokens.to(device), found.position_ids.to(device), found.mask.to(device)
@@ -278,11 +298,11 @@ class Trainer:
         return result
 
     def _forward_backward(self, batches: list[MicroBatch]) -> tuple[dict[str, float], list[int]]:
-        """Run all micro-batches through Megatron's schedule.
+        """Run this rank's micro-batches through Megatron's schedule.
 
         Returns:
-            Sums over the loss-carrying tokens by name, and the places of samples that are not
-            finite.
+            Sums over the loss-carrying tokens of the global batch by name, and the places of its
+            samples that are not finite.
         """
         done = 0
         device = platform.device()
@@ -303,7 +323,19 @@ class Trainer:
             micro_batch_size=self.config.train.micro_batch_size,
             forward_only=False,
         )
-        return losses.total(reports, batches)
+        return self._over_ranks(reports, batches)
+
+    def _over_ranks(
+        self, reports: list[losses.LossReport], batches: list[MicroBatch]
+    ) -> tuple[dict[str, float], list[int]]:
+        """`losses.total` over the global batch, the same on every rank."""
+        sums, bad = losses.total(reports, batches)
+        # Ranks that hold the model together have computed the same sums; they count once.
+        own = (sums if self.policy.first_of_replica else {}, bad)
+        every = distributed.each(lambda: own)
+        names = dict.fromkeys(name for sums, _ in every for name in sums)
+        whole = {name: sum(sums.get(name, 0.0) for sums, _ in every) for name in names}
+        return whole, sorted({place for _, bad in every for place in bad})
 
     def _head(self, batch: MicroBatch) -> Any:
         algorithm, tp_group = self.config.algorithm, self.policy.pg.tp
@@ -320,7 +352,9 @@ class Trainer:
     def _next_problems(self) -> list[Problem]:
         first = self.state.data_position
         count = self.config.train.prompts_per_step
-        return [self.environment.train_problem(place) for place in range(first, first + count)]
+        return distributed.first(
+            lambda: [self.environment.train_problem(place) for place in range(first, first + count)]
+        )
 
     def _target(self, problem: Problem) -> Sample:
         """A problem with its given response, which ends with the tokenizer's end token."""
@@ -349,8 +383,8 @@ class Trainer:
         """Measure on the held-out problems; `record` gets `eval/*`."""
         started = time.perf_counter()
         if self._held_out is None:
-            self._held_out = self.environment.held_out(
-                self.config.eval.problems, evaluate.HELD_OUT_SEED
+            self._held_out = distributed.first(
+                lambda: self.environment.held_out(self.config.eval.problems, evaluate.HELD_OUT_SEED)
             )
         found = {}
         if self.sft:
@@ -377,7 +411,13 @@ class Trainer:
         size, pad_id = self.config.train.micro_batch_size, self.policy.tokenizer.pad_id
         reports: list[losses.LossReport] = []
         self.policy.model.eval()
-        batches = micro_batches(samples, size, pad_id)
+        batches = micro_batches(
+            samples,
+            size,
+            pad_id,
+            length_multiple=self.policy.length_multiple,
+            share=self.policy.data_rank,
+        )
         for batch in (batch.to(platform.device()) for batch in batches):
             self.progress.phase("eval", len(reports), len(batches))
             head = self._head(batch)
@@ -385,7 +425,7 @@ class Trainer:
                 forward_head(self.policy.model, batch.tokens, batch.position_ids, head)[2]
             )
         self.policy.model.train()
-        return _ratio(losses.total(reports, batches)[0], "loss")
+        return _ratio(self._over_ranks(reports, batches)[0], "loss")
 
     # --- accounts ---------------------------------------------------------------------------
 
@@ -396,15 +436,17 @@ class Trainer:
         return {key: None for key in keys if key != "step" and key.split("/")[0] not in absent}
 
     def _account(self, record: Record) -> None:
-        """Memory and communication."""
-        for kind, size in self.learner.memory_bytes().items():
-            record[f"memory/{kind}_bytes"] = size
-        record["memory/peak_bytes"] = memory.peak_bytes()
-        for kind, size in self.learner.comm_bytes().items():
-            record[f"comm/{kind}_bytes"] = size
+        """Memory and communication of the rank with most of it."""
+        learner = self.learner
+        own = {f"memory/{kind}_bytes": size for kind, size in learner.memory_bytes().items()}
+        own["memory/peak_bytes"] = memory.peak_bytes()
+        own |= {f"comm/{kind}_bytes": size for kind, size in learner.comm_bytes().items()}
+        record |= _largest(distributed.each(lambda: own))
 
-    def _open_metrics(self) -> MetricsWriter:
-        """The metrics file, without records of steps that come again."""
+    def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
+        """The metrics file, without records of steps that come again; None if not ours to write."""
+        if distributed.rank() > 0:
+            return nullcontext()
         step, unwritten = self.state.step, self._unwritten
         path = self.run_dir / METRICS_FILE
         written = [r["step"] for r in read_metrics(self.run_dir)] if path.exists() else []
@@ -436,6 +478,8 @@ class Trainer:
         """
         started = time.perf_counter()
         self.progress.phase("checkpoint")
+        # Times differ from rank to rank.
+        written = distributed.first(lambda: dict(record) if record is not None else None)
         path = checkpoints.save(
             self.run_dir / CHECKPOINTS,
             self.state.step,
@@ -444,12 +488,13 @@ class Trainer:
                 "trainer": {
                     **asdict(self.state),
                     "baseline": self.baseline.state_dict(),
-                    "record": dict(record) if record is not None else None,
+                    "record": written,
                 },
             },
             {
                 "model": self.policy.description(),
                 "optimizer": self._optimizer_description(),
+                "layout": checkpoints.layout(self.policy.pg),
                 "config": self.config.model_dump(),
             },
             self.config.checkpoint.keep,
@@ -465,15 +510,22 @@ class Trainer:
         model, optimizer = self.policy.description(), self._optimizer_description()
         checkpoints.require_same(path, description["model"], model, "model")
         checkpoints.require_same(path, description["optimizer"], optimizer, "optimizer")
-        loaded = checkpoints.load(path, self._sharded_state(is_loading=True))
+        wanted = self._sharded_state(is_loading=True)
+        same_layout = description.get("layout") == checkpoints.layout(self.policy.pg)
+        if not same_layout:
+            del wanted["rng"]
+        loaded = checkpoints.load(path, wanted)
         checkpoints.set_weights([self.policy.model], loaded)
         self.learner.load_state_dict(loaded["learner"])
-        checkpoints.set_rng_state(loaded["rng"])
+        if same_layout:
+            checkpoints.set_rng_state(loaded["rng"])
         trainer = dict(loaded["trainer"])
         self.baseline.load_state_dict(trainer.pop("baseline"))
         self._unwritten = trainer.pop("record")
         self.state = State(**trainer)
         self._saved_step = self.state.step
+        if distributed.rank() > 0:
+            return
         print(f"resuming after step {self.state.step} from {path}")
         for change in _changes(description["config"], self.config.model_dump()):
             print(f"changed since then: {change}")
@@ -534,6 +586,11 @@ def _as_is(loss: losses.Loss) -> losses.Loss:
 def _ratio(sums: dict[str, float], name: str, over: str = "tokens") -> float | None:
     count = sums.get(over, 0.0)
     return sums[name] / count if name in sums and count else None
+
+
+def _largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    """The largest value of each key over the ranks."""
+    return {key: max(own[key] for own in by_rank) for key in by_rank[0]}
 
 
 def _to_json(found: dict[str, evaluate.Accuracy] | None) -> dict[str, Any] | None:

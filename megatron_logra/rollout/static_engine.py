@@ -2,9 +2,12 @@
 
 The rows of a wave share one length: Megatron's static cache has a single write position. The
 prompts are run up to the length of the wave's shortest one, once for rows with the same tokens;
-what longer prompts have left is then fed token by token while shorter ones already generate. So no
+what longer prompts have left is then fed token by token while shorter ones already generate. so no
 row is ever padded: positions and attention are those of the training forward pass, whatever the
 layers are.
+
+Tensor-parallel ranks generate together. Each gets the logits of the whole vocabulary, the same to
+the last bit, and so draws the same tokens.
 """
 
 from __future__ import annotations
@@ -293,6 +296,7 @@ def _generating(model: nn.Module, length: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(InferenceMode.active())
+        stack.enter_context(_undivided_positions(model))
         stack.enter_context(quick_decoding(model, length))
         try:
             model.eval()
@@ -300,3 +304,25 @@ def _generating(model: nn.Module, length: int) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+@contextmanager
+def _undivided_positions(model: nn.Module) -> Iterator[None]:
+    """Without sequence parallelism: the one position of a decode step cannot be divided.
+
+    Only forward passes without gradients may run within; weights and their marks stay as they are.
+    """
+    owners = [model.config, *model.modules()]  # the modules read their configuration, too
+    switched = [
+        (owner, name)
+        for owner in owners
+        for name in ("sequence_parallel", "reduce_scatter_embeddings")
+        if getattr(owner, name, False) is True
+    ]
+    try:
+        for owner, name in switched:
+            setattr(owner, name, False)
+        yield
+    finally:
+        for owner, name in switched:
+            setattr(owner, name, True)

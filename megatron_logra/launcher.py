@@ -1,0 +1,173 @@
+"""`--nproc N`: the ranks of a run as N processes of the same command on this machine.
+
+They find each other by the variables that torchrun sets, too. The launcher passes on requests to
+stop, and ends all ranks once one has failed: without it the others would wait for it forever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from megatron_logra.errors import EXIT_STOPPED, EXIT_USER_ERROR
+
+_GRACE_S = 15.0
+"""Seconds in which the other ranks may end by themselves once one has failed."""
+_POLL_S = 0.05
+_SPOKEN = "MEGATRON_LOGRA_SPOKEN"
+"""Variable with the path of a file that the first rank to say why the run ends makes."""
+_LIFELINE = "MEGATRON_LOGRA_LIFELINE"
+"""Variable with the descriptor of a pipe that is closed when the launcher is gone."""
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank that some launcher has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def speaks_for_all() -> bool:
+    """Whether this rank is the one to say why the run ends; True for the first to ask.
+
+    What one rank fails from comes before what the others then fail from, so it is the first. Under
+    another launcher, each rank speaks for itself.
+    """
+    path = os.environ.get(_SPOKEN)
+    if path is None:
+        return True
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # the launcher is gone, and its directory with it
+        return True
+    return True
+
+
+def stop_with_launcher() -> None:
+    """Have this rank asked to stop, as by SIGTERM, if its launcher is killed."""
+    descriptor = os.environ.get(_LIFELINE)
+    if descriptor is None:
+        return
+
+    def wait() -> None:
+        os.read(int(descriptor), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def launch(arguments: Sequence[str], ranks: int) -> int:
+    """Run the command line `arguments` on `ranks` local ranks.
+
+    Returns:
+        The ranks' exit code: 2 if one found the user's input wrong, 75 if they stopped on request,
+        0 if all are done, else 1.
+    """
+    lifeline, ours = os.pipe()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with tempfile.TemporaryDirectory() as directory, _passing_on(processes) as interrupted:
+            variables = {
+                **os.environ,
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
+                _SPOKEN: os.path.join(directory, "spoken"),
+                _LIFELINE: str(lifeline),
+            }
+            cores = len(os.sched_getaffinity(0))
+            variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+            for rank in range(ranks):
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "megatron_logra", *arguments],
+                        env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        pass_fds=[lifeline],
+                    )
+                )
+            return _exit_code(_watch(processes, interrupted))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        os.close(lifeline)
+        os.close(ours)
+
+
+def _watch(
+    processes: list[subprocess.Popen[bytes]], interrupted: threading.Event
+) -> dict[int, int]:
+    """Wait until all have ended; returns the exit codes by rank of those not killed here."""
+    codes: dict[int, int] = {}
+    deadline: float | None = None
+    while len(codes) < len(processes):
+        for rank, process in enumerate(processes):
+            code = process.poll()
+            if code is not None and rank not in codes:
+                codes[rank] = code
+        if deadline is None and (interrupted.is_set() or any(codes.values())):
+            deadline = time.monotonic() + _GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    for rank, code in codes.items():  # a rank that was killed could not say anything itself
+        if code < 0:
+            _say(f"rank {rank} was ended by {signal.Signals(-code).name}; so the run ends")
+            return codes
+    for rank, code in codes.items():
+        if code not in (0, EXIT_USER_ERROR, EXIT_STOPPED):
+            _say(f"rank {rank} ended with exit code {code}; so the run ends")
+            return codes
+    return codes
+
+
+def _exit_code(codes: dict[int, int]) -> int:
+    found = set(codes.values())
+    if EXIT_USER_ERROR in found:
+        return EXIT_USER_ERROR
+    return found.pop() if found in ({0}, {EXIT_STOPPED}) else 1
+
+
+@contextmanager
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
+    """Send SIGTERM and SIGUSR1 on to the ranks.
+
+    A keyboard's SIGINT reaches them by itself; it sets the event that is yielded.
+    """
+    interrupted = threading.Event()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interrupted.set()
+            return
+        for process in processes:
+            process.send_signal(number)  # not sent to one that has ended
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    former = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"megatron-logra: {text}", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
