@@ -16,8 +16,10 @@ sketch rank r, a layer keeps n times
     h/t'·e, q/t·e, h/t'·e, f/t·e    inputs of qkv, proj, fc1, fc2: dense
     r·e, r/t'·e, r·e, r/t'·e        P of the same: sketched
 
-Attention that is not fused keeps 3q/t·e (keys and values are repeated) [+ (2q + 2g)/t·e for norms]
-and heads/t·s probabilities, in fp32 and in e bytes, instead of the lines about attention above.
+Attention counts as fused unless `model.implementation` is local: plans are made for GPUs, wherever
+they are made. If it is not fused it keeps 3q/t·e (keys and values are repeated) [+ (2q + 2g)/t·e
+for norms] and heads/t·s probabilities, in fp32 and in e bytes, instead of the lines about attention
+above.
 
 Selective recomputation drops what attention keeps besides its inputs; full recomputation keeps the
 layer's input (h/t'·e) alone, and one layer's whole amount while it is recomputed. Stage i of p
