@@ -122,10 +122,14 @@ class RolloutMaker:
         found = distributed.each(lambda: self._scored(problems[own], responses, generation_s))
         parts = [share for share in found if share is not None]
         failure = self.policy.config.algorithm.failure_reward
+
+        def reward(score: Score) -> float:
+            return score.value if score.valid else failure
+
         rollouts = [
             [
-                Rollout(problem, prompt, *one, one[2].value if one[2].valid else failure)
-                for one in zip(*group, strict=True)
+                Rollout(problem, prompt, response, text, score, reward(score))
+                for response, text, score in zip(*group, strict=True)
             ]
             for problem, prompt, *group in zip(
                 problems,
