@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import (
     StrictHandling,
+    _verify_integrity_manifest_impl,
     save_integrity_manifest,
-    verify_integrity_manifest,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -271,7 +271,8 @@ def _damage(path: Path) -> str | None:
     if not (path / DESCRIPTION).is_file():
         return f"not a checkpoint of this program, or an interrupted one ({DESCRIPTION} is missing)"
     try:
-        verify_integrity_manifest(str(path))
+        # By this process alone: Megatron's public function has all ranks wait for the first.
+        _verify_integrity_manifest_impl(str(path))
     except (CheckpointingException, OSError, ValueError, KeyError) as error:
         return f"damaged: {_one_line(error)}"
     return None

@@ -290,7 +290,7 @@ def _explain(error: BaseException) -> None:
     elif isinstance(error, KeyboardInterrupt):
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
     elif lost_a_rank(error):
-        print(f"{PROGRAM}: lost another rank: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"{PROGRAM}: lost another rank: {str(error).split('. ')[0]}", file=sys.stderr)
     else:
         traceback.print_exception(error)
 

@@ -6,7 +6,9 @@ stop, and ends all ranks once one has failed: without it the others would wait f
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType
 
 from megatron_logra.errors import EXIT_STOPPED, EXIT_USER_ERROR
@@ -85,6 +86,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
                 _SPOKEN: os.path.join(directory, "spoken"),
                 _LIFELINE: str(lifeline),
             }
+            # Megatron overlaps tensor-parallel reductions in the order of one queue.
+            variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
             cores = len(os.sched_getaffinity(0))
             variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
             for rank in range(ranks):
@@ -138,7 +141,7 @@ def _exit_code(codes: dict[int, int]) -> int:
     return found.pop() if found in ({0}, {EXIT_STOPPED}) else 1
 
 
-@contextmanager
+@contextlib.contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
     """Send SIGTERM and SIGUSR1 on to the ranks.
 
@@ -167,7 +170,12 @@ def _say(text: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port that nothing uses, below those that systems give to outgoing connections.
+
+    The first rank only listens on it seconds later.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

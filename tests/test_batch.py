@@ -134,3 +134,21 @@ def test_probe_is_evenly_spaced_and_cut_whatever_the_advantages(
         assert probe.position_ids[row].tolist() == list(range(probe.tokens.shape[1]))
     with pytest.raises(ValueError, match="at least one"):
         probe_batch([empty], 4, 5, PAD)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 20])
+def test_shares_are_equally_many_and_hold_everything_once(
+    draw: Callable[[int], int], shares: int
+) -> None:
+    samples = random_samples(draw)
+    whole = micro_batches(samples, 2, PAD)
+    parts = [
+        micro_batches(samples, 2, PAD, length_multiple=4, share=(number, shares))
+        for number in range(shares)
+    ]
+    assert {len(part) for part in parts} == {-(-len(whole) // shares)}
+    places = [place for part in parts for batch in part for place in batch.places if place >= 0]
+    assert sorted(places) == sorted(place for batch in whole for place in batch.places)
+    for batch in (batch for part in parts for batch in part):
+        assert batch.tokens.shape[1] % 4 == 0
+        assert batch.loss_mask.any() == (batch.places[0] >= 0)

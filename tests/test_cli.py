@@ -79,10 +79,12 @@ def test_overrides_may_stand_before_and_after_options(config, user_error):
     )
 
 
-def test_several_ranks_are_refused(config, user_error):
-    assert user_error("train", config, "--nproc", "2") == (
-        "--nproc 2: several ranks are not supported yet; expected 1"
-    )
+@pytest.mark.parametrize("nproc", ["2", "1"])
+def test_bad_configurations_start_no_ranks(config, user_error, nproc):
+    assert user_error("train", config, "--nproc", nproc, "train.steps=x").startswith("train.steps")
+
+
+def test_a_number_of_ranks_is_positive(config, user_error):
     assert user_error("train", config, "--nproc", "0").startswith("--nproc 0: expected a number")
 
 

@@ -10,10 +10,7 @@ import pytest
 import torch
 from layout_runs import Trajectory, train
 from ranks import Ranks
-from reference import config_for, make_checkpoint
-
-from megatron_logra.errors import UserError
-from megatron_logra.rl.policy import build_policy
+from reference import make_checkpoint
 
 UPDATES = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -154,16 +151,3 @@ def _train_and_save(directory: Path, sections: dict[str, Any], root: Path) -> No
 
 def _load_and_train(directory: Path, sections: dict[str, Any], root: Path) -> Trajectory:
     return train(directory, sections, UPDATES - 2, first=2, load=root / "iter_0000002")
-
-
-def test_the_training_loop_refuses_several_ranks_by_name(ranks, directory):
-    for message in ranks.run(2, _build_policy, directory):
-        assert "WORLD_SIZE=2" in message and "\n" not in message
-
-
-def _build_policy(directory: Path) -> str:
-    try:
-        build_policy(config_for(directory))
-    except UserError as error:
-        return str(error)
-    return "built"

@@ -107,7 +107,7 @@ class RolloutMaker:
         prompts = [self.prompt(problem) for problem in problems]
         number, shares = self.policy.data_rank
         own = slice(*(len(problems) * place // shares for place in (number, number + 1)))
-        responses = self.engine.generate(
+        own_responses = self.engine.generate(
             prompts[own],
             samples,
             sampling,
@@ -119,29 +119,25 @@ class RolloutMaker:
             progress=progress,
         )
         generation_s = time.perf_counter() - started
-        found = distributed.each(lambda: self._scored(problems[own], responses, generation_s))
+        found = distributed.each(lambda: self._scored(problems[own], own_responses, generation_s))
         parts = [share for share in found if share is not None]
         failure = self.policy.config.algorithm.failure_reward
-
-        def reward(score: Score) -> float:
-            return score.value if score.valid else failure
-
-        rollouts = [
-            [
-                Rollout(problem, prompt, response, text, score, reward(score))
-                for response, text, score in zip(*group, strict=True)
-            ]
-            for problem, prompt, *group in zip(
-                problems,
-                prompts,
-                [group for share in parts for group in share.responses],
-                [group for share in parts for group in share.texts],
-                [group for share in parts for group in share.scores],
-                strict=True,
-            )
-        ]
+        groups = []
+        for problem, prompt, responses, texts, scores in zip(
+            problems,
+            prompts,
+            [group for share in parts for group in share.responses],
+            [group for share in parts for group in share.texts],
+            [group for share in parts for group in share.scores],
+            strict=True,
+        ):
+            group = []
+            for response, text, score in zip(responses, texts, scores, strict=True):
+                reward = score.value if score.valid else failure
+                group.append(Rollout(problem, prompt, response, text, score, reward))
+            groups.append(group)
         return Rollouts(
-            rollouts,
+            groups,
             max(share.generation_s for share in parts),
             max(share.scoring_s for share in parts),
         )

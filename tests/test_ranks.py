@@ -1,0 +1,309 @@
+"""The training loop gives the same run on several ranks as on one, and ends on all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_config
+from layout_runs import backward, whole_weights
+from megatron.core.distributed import param_and_grad_buffer
+from ranks import Ranks
+from reference import make_batches
+from torch import distributed as dist
+from training import make_learner
+
+from megatron_logra import checkpoint, distributed
+from megatron_logra.config import Config, dump_yaml
+from megatron_logra.errors import UserError
+from megatron_logra.metrics import read_metrics
+from megatron_logra.rl import rollouts, trainer
+from megatron_logra.rl.policy import build_policy
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor": 2}),
+    "tp2-sequence": (2, {"tensor": 2, "sequence": True}),
+    "dp2": (2, {}),
+}
+SPEC = {"hidden_size": 32, "vocab_size": 260, "init_method_std": 0.1}
+VARIES = ("time/", "rollout/tokens_per_s", "memory/", "comm/")
+
+
+def config_for(run_dir: Path, **sections: dict[str, Any]) -> Config:
+    """Three steps that move the policy far; 3 problems and 3 micro-batches do not divide by 2."""
+    base: dict[str, dict[str, Any]] = {
+        "sketch": {"rank": 8},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"batch_size": 5, "sampling": {"max_tokens": 5, "stop": list("ABCDEFGH")}},
+        "train": {"steps": 3, "prompts_per_step": 3, "responses_per_prompt": 4}
+        | {"micro_batch_size": 4},
+        "step_control": {"probe_responses": 3, "realised_kl_interval": 1, "factor_dtype": "fp32"}
+        | {"update_ratio": 0.05, "kl_budget": 0.1, "kl_budget_final": 0.1},
+        "eval": {"problems": 5, "interval": 1},
+        "checkpoint": {"interval": 1, "keep": 3},
+        "logging": {"run_dir": str(run_dir), "tensorboard": False},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    config = tiny_config(SPEC, **base)
+    environment = {"kind": "python", "function": "trainer_environments:Letters"}
+    return Config.model_validate({**config.model_dump(), "environment": environment})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory) -> tuple[Path, Any]:
+    """The run on one rank: its directory, and what `_run` returns."""
+    run_dir = tmp_path_factory.mktemp("reference")
+    (result,) = ranks.run(1, _run, config_for(run_dir))
+    assert result[0]["updates"] == 3, "too few updates to tell anything"
+    return run_dir, result
+
+
+def _run(config: Config, resume: bool = False) -> tuple[dict[str, Any], list[Any], Any]:
+    """Train; the summary, each sampled response as (tokens, reward), and the last whole weights."""
+    sampled: list[Any] = []
+    make, learners = rollouts.RolloutMaker.make, []
+
+    def recording(self: rollouts.RolloutMaker, *args: Any, **kwargs: Any) -> rollouts.Rollouts:
+        batch = make(self, *args, **kwargs)
+        sampled.append([(r.response.token_ids, r.reward) for r in batch.all])
+        return batch
+
+    class Learner(trainer.Learner):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            learners.append(self)
+
+    original = trainer.Learner
+    rollouts.RolloutMaker.make, trainer.Learner = recording, Learner  # type: ignore[method-assign, misc]
+    try:
+        summary = trainer.run(config, resume=resume)
+    finally:
+        rollouts.RolloutMaker.make, trainer.Learner = make, original  # type: ignore[method-assign, misc]
+    return summary, sampled, whole_weights(learners[0])
+
+
+def assert_same_records(run_dir: Path, reference: Path) -> None:
+    records, expected = read_metrics(run_dir), read_metrics(reference)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record, other in zip(records, expected, strict=True):
+        assert record.keys() == other.keys()
+        for key, value in other.items():
+            if not key.startswith(VARIES):
+                wanted = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
+                assert record[key] == wanted, (record["step"], key)
+
+
+def assert_same_weights(weights: Any, expected: Any) -> None:
+    for name, weight in expected.items():
+        assert (weights[name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_samples_and_learns_the_same(layout, ranks, reference, tmp_path):
+    size, parallel = LAYOUTS[layout]
+    reference_dir, (_, sampled, weights) = reference
+    for _, own_sampled, own_weights in ranks.run(
+        size, _run, config_for(tmp_path, parallel=parallel)
+    ):
+        assert own_sampled == sampled
+        assert_same_weights(own_weights, weights)
+    assert_same_records(tmp_path, reference_dir)
+    for path in (reference_dir / "rollouts").iterdir():
+        lines = (tmp_path / "rollouts" / path.name).read_text().splitlines()
+        texts = [json.loads(line)["response"] for line in path.read_text().splitlines()]
+        assert [json.loads(line)["response"] for line in lines] == texts
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sequence"])
+def test_a_run_goes_on_under_another_layout(layout, ranks, reference, tmp_path):
+    size, parallel = LAYOUTS[layout]
+    reference_dir, (_, sampled, weights) = reference
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference_dir, run_dir)
+    (run_dir / "checkpoints" / "latest").write_text("iter_0000001\n")
+    for _, own_sampled, own_weights in ranks.run(
+        size, _run, config_for(run_dir, parallel=parallel), True
+    ):
+        assert own_sampled == sampled[-len(own_sampled) :]
+        assert_same_weights(own_weights, weights)
+    assert_same_records(run_dir, reference_dir)
+
+
+def test_supervised_training_is_the_same_on_two_data_parallel_ranks(ranks, tmp_path):
+    sections = {"algorithm": {"name": "sft"}, "train": {"steps": 3, "prompts_per_step": 5}}
+    (one,) = ranks.run(1, _run, config_for(tmp_path / "one", **sections))
+    for _, _, weights in ranks.run(2, _run, config_for(tmp_path / "two", **sections)):
+        assert_same_weights(weights, one[2])
+    assert_same_records(tmp_path / "two", tmp_path / "one")
+
+
+def test_counted_bytes_are_those_of_the_collectives(ranks, tmp_path):
+    for kind in ("logra", "adam"):
+        config = config_for(
+            tmp_path / kind,
+            optimizer={"kind": kind, "non_targets": "adam", "master": "sharded"},
+            step_control={"factor_dtype": "bf16", "realised_kl_interval": 0},
+            train={"steps": 1, "prompts_per_step": 3, "responses_per_prompt": 4}
+            | {"precision": "bf16"},
+            eval={"at_start": False, "at_end": False},
+            checkpoint={"save_at_end": False},
+        )
+        counted = ranks.run(2, _run_counting, config)
+        (record,) = read_metrics(tmp_path / kind)
+        assert not record["train/skipped"]
+        for reduced, gathered in counted:
+            assert reduced == record["comm/sketch_bytes"] + record["comm/gradient_bytes"]
+            assert gathered == record["comm/parameter_bytes"]
+        assert (record["comm/sketch_bytes"] > 0) == (kind == "logra")
+
+
+def _run_counting(config: Config) -> tuple[int, int]:
+    """Train; bytes that a ring sends for this rank's reduce-scatters and all-gathers."""
+    bytes_of: dict[str, int] = {"reduced": 0, "gathered": 0}
+
+    def counting(function: Any, kind: str, whole: int) -> Callable[..., Any]:
+        def call(*tensors: Any, **kwargs: Any) -> Any:
+            size = dist.get_world_size(kwargs["group"])
+            bytes_of[kind] += tensors[whole].nbytes * (size - 1) // size
+            return function(*tensors, **kwargs)
+
+        return call
+
+    gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        module = param_and_grad_buffer
+        patched.setattr(module, "dist_all_gather_func", counting(gather, "gathered", 0))
+        patched.setattr(module, "dist_reduce_scatter_func", counting(reduce, "reduced", 1))
+        patched.setattr(dist, "all_gather_into_tensor", counting(gather, "gathered", 0))
+        trainer.run(config)
+    return bytes_of["reduced"], bytes_of["gathered"]
+
+
+def test_one_ranks_non_finite_gradient_skips_adams_step_on_all(ranks):
+    for before, after, result in ranks.run(2, _adam_with_a_nan):
+        assert not result.applied and result.reason == "a gradient is not finite"
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def _adam_with_a_nan() -> tuple[Any, Any, Any]:
+    config = tiny_config(SPEC, optimizer={"kind": "adam"})
+    learner = make_learner(config, distributed.initialize(config.parallel, 0))
+    generator = torch.Generator().manual_seed(0)
+    backward(learner, make_batches(generator, [[18, 9], [12, 20]]))
+    before = {name: weight.clone() for name, weight in whole_weights(learner).items()}
+    if dist.get_rank() == 1:
+        learner.chunks[0].buffers[0].grad_data[-1] = torch.nan
+    return before, whole_weights(learner), learner.step(None)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "context"])
+def test_other_layouts_are_refused_by_name(name, ranks, tmp_path):
+    config = config_for(tmp_path, parallel={name: 2})
+    for message in ranks.run(2, _refusal, config):
+        assert message.startswith(f"parallel.{name}=2: not supported") and "\n" not in message
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused_by_name(ranks, tmp_path):
+    config = config_for(tmp_path, parallel={"tensor": 2}).model_dump()
+    config["model"]["spec"]["vocab_size"] = 261
+    for message in ranks.run(2, _refusal, Config.model_validate(config)):
+        assert "model.spec.vocab_size=261" in message and "parallel.tensor=2" in message
+
+
+def _refusal(config: Config) -> str:
+    try:
+        build_policy(config)
+    except UserError as error:
+        return str(error)
+    return "built"
+
+
+# --- the launcher -------------------------------------------------------------------------------
+
+
+def start(directory: Path, *arguments: str, steps: int = 5000) -> subprocess.Popen[str]:
+    """`train --nproc 2` of a run in `directory`/run."""
+    config = config_for(
+        directory / "run",
+        train={"steps": steps, "prompts_per_step": 3, "responses_per_prompt": 4},
+        eval={"at_start": False, "at_end": False},
+        checkpoint={"interval": 0},
+    )
+    (directory / "config.yaml").write_text(dump_yaml(config))
+    tests = Path(__file__).parent
+    command = [sys.executable, "-m", "megatron_logra", "train", str(directory / "config.yaml")]
+    return subprocess.Popen(
+        [*command, "--nproc", "2", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+        | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    metrics = directory / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 180
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def rank_pids(launcher: int) -> dict[int, int]:
+    """Process ids of the launcher's ranks."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        (rank,) = (v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK="))
+        found[int(rank)] = int(pid)
+    return found
+
+
+def test_a_killed_rank_takes_the_run_down_with_its_reason(tmp_path):
+    process = start(tmp_path)
+    wait_for_steps(process, tmp_path, 2)
+    pids = rank_pids(process.pid)
+    os.kill(pids[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in said and "Traceback" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+def test_a_stop_request_to_the_launcher_saves_and_ends_all_ranks(tmp_path):
+    process = start(tmp_path)
+    wait_for_steps(process, tmp_path, 1)
+    pids = rank_pids(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    assert said.count("stopped after step") == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    done = len(read_metrics(tmp_path / "run"))
+    saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.name == f"iter_{done:07d}"
+    # The run is there already: one line, once, for both ranks.
+    again = start(tmp_path)
+    stdout, said = again.communicate(timeout=120)
+    assert (again.returncode, stdout, said.count("\n")) == (2, "", 1), said
+    assert "logging.run_dir" in said
