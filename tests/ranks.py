@@ -5,6 +5,7 @@ Importing torch and Megatron takes seconds a process, so they are started once a
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -61,11 +62,14 @@ class Ranks:
 
 def _serve(pipe: Connection) -> None:
     import torch
+    from torch import distributed as dist
 
     from megatron_logra import distributed, platform
 
     torch.set_num_threads(1)
     platform.install()
+    from megatron.core.distributed import DistributedDataParallel
+
     while True:
         try:
             rank, world_size, port, function, args = pipe.recv()
@@ -78,8 +82,17 @@ def _serve(pipe: Connection) -> None:
             "MASTER_PORT": str(port),
         }
         try:
-            pipe.send((None, function(*args)))
+            result = function(*args)
+            if dist.is_initialized():
+                dist.barrier()  # no rank leaves its groups while another is still in them
+            pipe.send((None, result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
         finally:
             distributed.shutdown()
+            # A group's threads end with its last reference. Megatron's DDP is never collected
+            # (it and its gradient hooks hold each other through C++), so it is emptied.
+            for thing in gc.get_objects():
+                if type(thing) is DistributedDataParallel:
+                    vars(thing).clear()
+            gc.collect()
