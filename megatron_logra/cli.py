@@ -99,7 +99,9 @@ def train(argv: Sequence[str]) -> int:
     platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import trainer
 
-    print(_told(trainer.run(config, resume=args.resume)))
+    told = _told(trainer.run(config, resume=args.resume))
+    if os.environ.get("RANK", "0") == "0":
+        print(told)
     return 0
 
 
