@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launcher.speaks_for_all():
             _explain(error)
         code = _exit_code(error)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and code != EXIT_STOPPED:
+    if os.environ.get("WORLD_SIZE", "1") != "1" and code != EXIT_STOPPED:
         # The other ranks wait for this one: nothing may keep it from ending at once.
         sys.stderr.flush()
         sys.stdout.flush()

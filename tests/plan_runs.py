@@ -102,9 +102,9 @@ def _counting(
     """`function`, counted into `sent`."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs["group"]
+        group = kwargs.get("group")  # None: a flag among all ranks
         largest = max(filter(torch.is_tensor, args), key=torch.Tensor.numel)
-        if group.size() > 1 and largest.numel() >= smallest:
+        if group is not None and group.size() > 1 and largest.numel() >= smallest:
             passes = 2 if collective == "all_reduce" else 1
             share = (group.size() - 1) / group.size()
             key = f"{groups[group.group_name]}/{collective}"

@@ -261,7 +261,7 @@ def test_data_parallel_traffic_of_sketches_is_r_over_k_of_dense():
         (["--gpu-memory", "-1"], ["--gpu-memory -1"]),
         (["--gpu-memory", "nan"], ["--gpu-memory nan"]),
         (["--compare", "sgd"], ["--compare", "sgd"]),
-        (["model.spec.vocab_size=262143"], ["parallel.tensor: 8", "vocab_size=262143"]),
+        (["model.spec.vocab_size=262143"], ["parallel.tensor=8", "vocab_size=262143"]),
         (["model.spec.num_attention_heads=36", "model.spec.num_query_groups=4"], ["tensor", "36"]),
         (["model.spec.num_query_groups=4"], ["parallel.tensor: 8", "num_query_groups=4"]),
         (["model.spec.ffn_hidden_size=21500"], ["parallel.tensor: 8", "ffn_hidden_size=21500"]),

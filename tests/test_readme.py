@@ -102,10 +102,14 @@ def _parse(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "require_trainable", stop)
-    for function in ("rl.evaluate.run", "rl.evaluate.generate", "report.write_report"):
+    for function in (
+        *("rl.evaluate.run", "rl.evaluate.generate"),
+        *("report.write_report", "planner.report.run"),
+    ):
         monkeypatch.setattr(f"megatron_logra.{function}", stop)
     monkeypatch.setattr("megatron_logra.doctor.run", stop)
     filled = {"CONFIG.yaml": str(example), "KEY=VALUE": "train.steps=2"}
+    filled |= {"N": "1", "GIB": "80"}
     given = [
         filled.get(w, w)
         for w, last in zip(arguments, ["", *arguments], strict=False)

@@ -149,14 +149,17 @@ def test_adam_alone_equals_torch_adamw_in_float64(checkpoint, pg, generator):
         assert relative_error(model[name].detach(), reference.weight(name)) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])  # QK norm; QKV bias and a tied output
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
 @pytest.mark.parametrize(("budget", "tolerance"), [(2e-4, 0.05), (2e-5, 0.02)])
 def test_predicted_kl_is_the_realised_one(
-    budget, tolerance, temperature, checkpoint, pg, generator
+    budget, tolerance, temperature, kind, tmp_path, pg, generator
 ):
     """With ρ large enough that the budget decides, against our own measure and the reference's."""
+    tied = kind == "qwen2"
+    make_checkpoint(tmp_path, kind, tied)
     cfg = config_for(
-        checkpoint,
+        tmp_path,
         step_control={
             "kl_budget": budget,
             "kl_budget_final": budget,
@@ -166,7 +169,7 @@ def test_predicted_kl_is_the_realised_one(
         rollout={"sampling": {"temperature": temperature}},
     )
     learner = make_learner(cfg, pg)
-    reference = Reference(checkpoint, learner.chunks[0].config, False)
+    reference = Reference(tmp_path, learner.chunks[0].config, tied)
     batches = make_batches(generator, [[60, 40, 33]] * 3)
     before = {name: w.double() for name, w in weights_of(learner).items()}
     backward(learner, batches)
