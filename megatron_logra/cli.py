@@ -23,6 +23,7 @@ from megatron_logra.errors import (
     StopRequested,
     UserError,
     lost_a_rank,
+    several_ranks,
 )
 
 PROGRAM = "megatron-logra"
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launcher.speaks_for_all():
             _explain(error)
         code = _exit_code(error)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and code != EXIT_STOPPED:
+    if several_ranks() and code != EXIT_STOPPED:
         # The other ranks wait for this one: nothing may keep it from ending at once.
         sys.stderr.flush()
         sys.stdout.flush()

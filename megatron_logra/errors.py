@@ -19,8 +19,13 @@ class StopRequested(Exception):
 
 def lost_a_rank(error: BaseException) -> bool:
     """Whether `error` is what a rank sees when another one has ended."""
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    return several and any(text in str(error) for text in _LOST)
+    return several_ranks() and any(text in str(error) for text in _LOST)
+
+
+def several_ranks() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return size.isdecimal() and int(size) > 1
 
 
 _LOST = (

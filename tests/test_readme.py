@@ -97,7 +97,7 @@ def _parse(
     """See that the command line gets as far as the command's own work."""
     reached: list[str] = []
 
-    def stop(*given: Any) -> None:
+    def stop(*given: Any, **options: Any) -> None:
         reached.append(arguments[0])
         raise KeyboardInterrupt
 
