@@ -79,6 +79,14 @@ def _starts_ranks(args: argparse.Namespace) -> bool:
     return args.nproc > 1 and not launcher.is_rank()
 
 
+def _become_rank() -> None:
+    """End with the launcher, and prepare the platform before anything imports Megatron-Core."""
+    launcher.stop_with_launcher()
+    from megatron_logra import platform
+
+    platform.install()
+
+
 def train(argv: Sequence[str]) -> int:
     """Train a model; results go to logging.run_dir."""
     parser = _parser("train")
@@ -93,11 +101,8 @@ def train(argv: Sequence[str]) -> int:
     require_trainable(config)
     if starts_ranks:
         return launcher.launch(["train", *argv], args.nproc)
-    launcher.stop_with_launcher()
+    _become_rank()
 
-    from megatron_logra import platform
-
-    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import trainer
 
     told = _told(trainer.run(config, resume=args.resume))
@@ -129,11 +134,8 @@ def evaluate(argv: Sequence[str]) -> int:
     config = load_config(args.config, args.overrides)
     if starts_ranks:
         return launcher.launch(["eval", *argv], args.nproc)
-    launcher.stop_with_launcher()
+    _become_rank()
 
-    from megatron_logra import platform
-
-    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import evaluate
 
     evaluate.run(config, args.checkpoint)
@@ -154,11 +156,8 @@ def generate(argv: Sequence[str]) -> int:
     config = load_config(args.config, args.overrides)
     if starts_ranks:
         return launcher.launch(["generate", *argv], args.nproc)
-    launcher.stop_with_launcher()
+    _become_rank()
 
-    from megatron_logra import platform
-
-    platform.install()  # before anything imports Megatron-Core
     from megatron_logra.rl import evaluate
 
     evaluate.generate(config, args.prompt, args.checkpoint)

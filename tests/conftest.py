@@ -12,6 +12,7 @@ from megatron_logra import platform
 platform.install()
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from ranks import Ranks  # noqa: E402
 
 from megatron_logra import distributed  # noqa: E402
 from megatron_logra.config import ParallelConfig  # noqa: E402
@@ -30,3 +31,11 @@ def generator() -> torch.Generator:
     generator = torch.Generator()
     print("input seed:", generator.seed())
     return generator
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes that stand ready as the ranks of small runs."""
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layout_runs import Trajectory, train
-from ranks import Ranks
 from reference import make_checkpoint
 
 UPDATES = 4
@@ -30,13 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {**FP32, "train": {"recompute": "full"}},
     "selective": {**FP32, "train": {"recompute": "selective"}},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from helpers import TINY_SPEC, tiny_config
 from layout_runs import train
 from plan_runs import count_bytes, count_traffic, kept_for_backward
-from ranks import Ranks
 from reference import config_for, make_checkpoint
 from training import make_learner
 
@@ -53,13 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adam": {"train": BF16, "optimizer": {"kind": "adam"}},
     "adam fp32": {"optimizer": {"kind": "adam"}},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

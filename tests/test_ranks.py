@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from helpers import tiny_config
 from layout_runs import backward, whole_weights
 from megatron.core.distributed import param_and_grad_buffer
-from ranks import Ranks
 from reference import make_batches
 from torch import distributed as dist
 from training import make_learner
@@ -58,13 +57,6 @@ def config_for(run_dir: Path, **sections: dict[str, Any]) -> Config:
     config = tiny_config(SPEC, **base)
     environment = {"kind": "python", "function": "trainer_environments:Letters"}
     return Config.model_validate({**config.model_dump(), "environment": environment})
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
