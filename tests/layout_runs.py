@@ -58,6 +58,8 @@ def train(
     for update in range(first, first + updates):
         generator = torch.Generator().manual_seed(update)
         batches = make_batches(generator, [[18, 9], [12, 20], [6, 32], [8, 28]])
+        if pg.cp.size() > 1:  # positions are divided evenly
+            batches = [padded(batch, -(-batch.tokens.shape[1] // 8) * 8) for batch in batches]
         backward(learner, batches)
         if poison == update and dist.get_rank() == dist.get_world_size() - 1:
             assert learner.sketch is not None
@@ -85,11 +87,16 @@ class Part:
     mask: torch.Tensor
 
 
+def padded(batch: Batch, length: int) -> Batch:
+    """With rows of `length`."""
+    more = (0, length - batch.tokens.shape[1])
+    pad = torch.nn.functional.pad
+    return Batch(pad(batch.tokens, more), pad(batch.weights, more))
+
+
 def part_of(batch: Batch, length: int, cp: dist.ProcessGroup) -> Part:
     """This rank's positions of a batch that is padded to `length`."""
-    pad = torch.nn.functional.pad
-    more = (0, length - batch.tokens.shape[1])
-    whole = Batch(pad(batch.tokens, more), pad(batch.weights, more))
+    pad, whole = torch.nn.functional.pad, padded(batch, length)
     next_weights = pad(whole.weights[:, 1:], (0, 1))
     fields = (whole.tokens, whole.positions, whole.tokens.roll(-1, 1), next_weights, whole.mask)
     return Part(*(own_share(field, cp) for field in fields))

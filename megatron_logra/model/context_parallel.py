@@ -59,9 +59,5 @@ class ContextParallelAttention(DotProductAttention):
         length = both.shape[0]
         there = torch.cat([_positions(length, rank, group.size()) for rank in range(group.size())])
         mask = (there > own_positions(length, group)[:, None]).to(query.device)
-        return super().forward(
-            query,
-            both[..., :channels].contiguous(),
-            both[..., channels:].contiguous(),
-            mask[None, None],
-        )
+        keys, values = both[..., :channels].contiguous(), both[..., channels:].contiguous()
+        return super().forward(query, keys, values, mask[None, None])

@@ -7,7 +7,7 @@ layouts and micro-batch sizes change which sequences share a tensor, never what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -75,9 +75,11 @@ class MicroBatch:
         """The positions that this context-parallel rank holds."""
         if group.size() == 1:
             return self
-        by_position = ("tokens", "position_ids", "targets", "loss_mask", "rollout_logprobs")
-        names = [*by_position, *(["old_logprobs"] if self.old_logprobs is not None else [])]
-        return replace(self, **{name: own_share(getattr(self, name), group) for name in names})
+        mine = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in mine.items():
+            if isinstance(value, Tensor) and value.dim() == 2:
+                mine[name] = own_share(value, group)
+        return MicroBatch(**mine)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on a device."""
