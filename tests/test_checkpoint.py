@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
     path = checkpoint.save(
         tmp_path,
         1,
-        checkpoint.weights_state([policy.model]),
+        checkpoint.weights_state(policy.chunks),
         {"model": policy.description()},
         1,
     )

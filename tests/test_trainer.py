@@ -237,7 +237,7 @@ def test_a_batch_without_signal_changes_nothing_but_the_data_position(tmp_path: 
     assert_same_tensors(tensors(tmp_path, 1), tensors(tmp_path, 3))
     initial = build_policy(config).model
     path = tmp_path / "checkpoints" / "iter_0000003"
-    loaded = checkpoint.load(path, checkpoint.weights_state([build_policy(config).model]))
+    loaded = checkpoint.load(path, checkpoint.weights_state(build_policy(config).chunks))
     for name, value in initial.named_parameters():
         assert torch.equal(loaded["model0"][name], value)
     assert loaded["trainer"]["data_position"] == 9 and loaded["learner"]["update"] == 0
