@@ -62,6 +62,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        num_distributed_optimizer_instances=parallel.optimizer_instances,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -79,6 +80,12 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
         raise UserError(
             f"parallel.expert={parallel.expert}: needs as many data-parallel ranks, "
             f"but this run has {ranks // needed}"
+        )
+    shards = ranks // needed * parallel.context
+    if shards % parallel.optimizer_instances:
+        raise UserError(
+            f"parallel.optimizer_instances={parallel.optimizer_instances}: does not divide the "
+            f"{shards} data-parallel ranks of this run"
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from reference import Batch, config_for, make_batches
@@ -67,6 +69,34 @@ def train(
     if save is not None:
         checkpoint.save(save, first + updates, _state(learner, False), {}, keep=9)
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
+
+
+def train_watching_reductions(
+    directory: Path, sections: dict[str, Any], updates: int
+) -> tuple[Trajectory, list[tuple[int, int]]]:
+    """`train`; and of each update how many reductions began before the backward passes ended, and
+    how many there were."""
+    counts: list[tuple[int, int]] = []
+    begun = 0
+    reduce, finalize = param_and_grad_buffer.dist_reduce_scatter_func, Learner._finalize_grads
+
+    def reducing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return reduce(*args, **kwargs)
+
+    def finalizing(*args: Any, **kwargs: Any) -> None:
+        nonlocal begun
+        before = begun
+        finalize(*args, **kwargs)
+        counts.append((before, begun))
+        begun = 0
+
+    with (
+        mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reducing),
+        mock.patch.object(Learner, "_finalize_grads", finalizing),
+    ):
+        return train(directory, sections, updates), counts
 
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:

@@ -77,7 +77,9 @@ def _count_traffic(cfg: Config, pg: ProcessGroupCollection, smallest: int) -> di
     probe = probe_of(
         Batch(*(torch.cat(parts) for parts in zip(*map(_fields, batches), strict=True)))
     )
-    groups = {group.group_name: name for name, group in (("tensor", pg.tp), ("data", pg.dp_cp))}
+    groups = {pg.tp.group_name: "tensor", pg.dp_cp.group_name: "data"}
+    if cfg.parallel.optimizer_instances > 1:
+        groups |= {group.group_name: "data" for group in (pg.intra_dp_cp, pg.inter_dist_opt)}
     sent: Counter[str] = Counter()
     with ExitStack() as stack:
         for owner, name, collective in COLLECTIVES:

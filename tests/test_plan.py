@@ -36,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3": (3, {}),
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
     "dp4": (4, {}),
+    "dp2-buckets": (2, {"bucket_size": 1500}),
+    "dp4-instances": (4, {"optimizer_instances": 2}),
     "pp2": (2, {"pipeline": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
@@ -148,7 +150,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2", "tp2-dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "dp2-buckets", "tp2-dp2", "dp4-instances"])
 def test_planned_traffic_is_what_the_collectives_carry(layout, ranks):
     size, parallel = LAYOUTS[layout]
     many = []
