@@ -8,10 +8,10 @@ instance, then each rank's share all-reduced across instances; parameters are ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_logra.config import ParallelConfig
 
@@ -36,6 +36,14 @@ def bucket_size(config: DistributedDataParallelConfig, stage: int) -> int | None
     Later pipeline stages end their backward passes earlier: nobody waits for their reduction.
     """
     return config.bucket_size if config.overlap_grad_reduce and stage == 0 else None
+
+
+def start_reductions(
+    ddps: Iterable[DistributedDataParallel],
+) -> Callable[[torch.nn.Parameter], None]:
+    """A function to call with a parameter of `ddps` each time a micro-batch's gradient is in it."""
+    groups = {p: group for ddp in ddps for p, group in ddp.param_to_bucket_group.items()}
+    return lambda parameter: groups[parameter].register_grad_ready(parameter)
 
 
 def gather_bytes(buffers: Iterable[torch.Tensor], ranks: int) -> int:

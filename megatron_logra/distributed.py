@@ -60,6 +60,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         num_distributed_optimizer_instances=parallel.optimizer_instances,
@@ -87,6 +88,10 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
             f"parallel.optimizer_instances={parallel.optimizer_instances}: does not divide the "
             f"{shards} data-parallel ranks of this run"
         )
+
+
+def _virtual(parallel: ParallelConfig) -> int | None:
+    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 def shutdown() -> None:

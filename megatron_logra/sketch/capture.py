@@ -24,11 +24,10 @@ Modules are found by name alone; nothing here knows the model's class.
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -83,15 +82,15 @@ class SketchProxies(MegatronModule):
 
 
 class SketchCapture:
-    """The hooks on all targets of a model chunk, and the projections they use.
+    """The hooks on all targets of this rank's model chunks, and the projections they use.
 
     Args:
-        model: the model chunk; the weights of its targets are frozen.
+        chunks: the model chunks; the weights of their targets are frozen.
         config: the sketch section of the configuration.
         factor_dtype: type of the proxies, to which α·D is rounded.
-        tp_group: the tensor-parallel ranks of this chunk.
+        tp_group: the tensor-parallel ranks of these chunks.
         sequence_parallel: whether activations between linears are split by positions.
-        whole_name: a module's name in the whole model, from its name in the chunk.
+        whole_name: a module's name in the whole model, from a chunk and its name there.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
@@ -99,26 +98,31 @@ class SketchCapture:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         config: SketchConfig,
         factor_dtype: torch.dtype,
         *,
         tp_group: dist.ProcessGroup,
         sequence_parallel: bool = False,
-        whole_name: Callable[[str], str] = str,
+        whole_name: Callable[[Any, str], str] = lambda _chunk, name: name,
     ) -> None:
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
-        self.targets: list[Target] = []
+        self.by_chunk: list[list[Target]] = []
         self.sketch_ready: Callable[[torch.nn.Parameter], None] = lambda proxy: None
         """Called with a target's proxy after each micro-batch has been added to its sketch."""
         self._tangent = False
         self._whole_directions: dict[int, torch.Tensor] = {}
         columns = []
-        for name, module in _find_targets(model, config.targets):
-            target = self._attach(name, module, config, factor_dtype, whole_name)
-            first = target.columns * tp_group.rank() if target.row_parallel else 0
-            columns.append(Columns(target.name, first, first + target.columns))
+        for chunk in chunks:
+            self.by_chunk.append([])
+            for name, module in _find_targets(chunk, config.targets):
+                target = self._attach(whole_name(chunk, name), module, config, factor_dtype)
+                first = target.columns * tp_group.rank() if target.row_parallel else 0
+                columns.append(Columns(target.name, first, first + target.columns))
+                self.by_chunk[-1].append(target)
+        self.targets = [target for targets in self.by_chunk for target in targets]
+        """All of them, chunk by chunk."""
         device = self.targets[0].weight.device
         # What makes a linear's output ask for a gradient, where nothing before it is trained.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -132,7 +136,6 @@ class SketchCapture:
         module: torch.nn.Module,
         config: SketchConfig,
         factor_dtype: torch.dtype,
-        whole_name: Callable[[str], str],
     ) -> Target:
         weight, tp = module.weight, self.tp_group.size()
         assert isinstance(weight, torch.nn.Parameter)
@@ -150,12 +153,10 @@ class SketchCapture:
         proxy = torch.nn.Parameter(
             torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
         )
-        bias = _bias_without_gradient(module)
-        module.register_forward_hook(self._hook(len(self.targets), bias))
+        hook = self._hook(sum(map(len, self.by_chunk)), _bias_without_gradient(module))
+        module.register_forward_hook(hook)
         strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
-        target = Target(whole_name(name), weight, proxy, row_parallel, strided)
-        self.targets.append(target)
-        return target
+        return Target(name, weight, proxy, row_parallel, strided)
 
     def _hook(self, index: int, bias: torch.nn.Parameter | None) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -288,7 +289,7 @@ def _bias_without_gradient(module: torch.nn.Module) -> torch.nn.Parameter | None
     """The bias that a linear adds itself: Megatron's gives it no gradient under a frozen weight."""
     if not isinstance(module, ColumnParallelLinear) or module.skip_bias_add:
         return None
-    return typing.cast(torch.nn.Parameter | None, module.bias)
+    return cast(torch.nn.Parameter | None, module.bias)
 
 
 # Matrices that cannot be sketched: the one is looked up and not multiplied; the other serves pieces
