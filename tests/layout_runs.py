@@ -101,6 +101,28 @@ def train_watching_reductions(
         return train(directory, sections, updates), counts
 
 
+def reduced_sketches(
+    directory: Path, sections: dict[str, Any], batches: list[Batch]
+) -> dict[str, tuple[torch.Tensor, bool, int]]:
+    """The sketch of all batches on this tensor-parallel rank, [d/tp, r], by the weight's name.
+
+    Each data-parallel rank gives the rows it owns. With it: whether the target is row-parallel, and
+    how many parts of the rows the rank holds.
+    """
+    cfg = config_for(directory, **sections)
+    learner = make_learner(cfg, distributed.initialize(cfg.parallel, 0))
+    backward(learner, batches)
+    sketch = learner.sketch
+    assert sketch is not None
+    found = {}
+    for target, span in zip(sketch.capture.targets, sketch._spans, strict=True):
+        own = torch.zeros_like(target.sketch)
+        own[span] = target.sketch[span]
+        dist.all_reduce(own, group=learner.pg.intra_dp_cp)
+        found[f"{target.name}.weight"] = (own, target.row_parallel, target.strided)
+    return found
+
+
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
     weights = checkpoint.weights_state(learner.chunks)
     return {**weights, "learner": learner.sharded_state_dict(weights, is_loading)}

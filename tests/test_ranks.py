@@ -160,10 +160,10 @@ def test_supervised_training_is_the_same_on_two_data_parallel_ranks(kind, ranks,
 
 
 def test_counted_bytes_are_those_of_the_collectives(ranks, tmp_path):
-    for kind in ("logra", "adam"):
+    for kind, master in (("logra", "sharded"), ("logra", "replicated"), ("adam", "sharded")):
         config = config_for(
-            tmp_path / kind,
-            optimizer={"kind": kind, "non_targets": "adam", "master": "sharded"},
+            tmp_path / kind / master,
+            optimizer={"kind": kind, "non_targets": "adam", "master": master},
             step_control={"factor_dtype": "bf16", "realised_kl_interval": 0},
             train={"steps": 1, "prompts_per_step": 3, "responses_per_prompt": 4}
             | {"precision": "bf16"},
@@ -171,7 +171,7 @@ def test_counted_bytes_are_those_of_the_collectives(ranks, tmp_path):
             checkpoint={"save_at_end": False},
         )
         counted = ranks.run(2, _run_counting, config)
-        (record,) = read_metrics(tmp_path / kind)
+        (record,) = read_metrics(tmp_path / kind / master)
         assert not record["train/skipped"]
         for reduced, gathered in counted:
             assert reduced == record["comm/sketch_bytes"] + record["comm/gradient_bytes"]
