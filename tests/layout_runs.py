@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from reference import Batch, config_for, make_batches
 from torch import distributed as dist
@@ -69,6 +71,56 @@ def train(
     if save is not None:
         checkpoint.save(save, first + updates, _state(learner, False), {}, keep=9)
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
+
+
+def train_watching_reductions(
+    directory: Path, sections: dict[str, Any], updates: int
+) -> tuple[Trajectory, list[tuple[int, int]]]:
+    """`train`; and of each update how many reductions began before the backward passes ended, and
+    how many there were."""
+    counts: list[tuple[int, int]] = []
+    begun = 0
+    reduce, finalize = param_and_grad_buffer.dist_reduce_scatter_func, Learner._finalize_grads
+
+    def reducing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return reduce(*args, **kwargs)
+
+    def finalizing(*args: Any, **kwargs: Any) -> None:
+        nonlocal begun
+        before = begun
+        finalize(*args, **kwargs)
+        counts.append((before, begun))
+        begun = 0
+
+    with (
+        mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reducing),
+        mock.patch.object(Learner, "_finalize_grads", finalizing),
+    ):
+        return train(directory, sections, updates), counts
+
+
+def reduced_sketches(
+    directory: Path, sections: dict[str, Any], batches: list[Batch]
+) -> dict[str, tuple[torch.Tensor, bool, int]]:
+    """The sketch of all batches on this tensor-parallel rank, [d/tp, r], by the weight's name.
+
+    Each data-parallel rank gives the rows it owns. With it: whether the target is row-parallel, and
+    how many parts of the rows the rank holds.
+    """
+    cfg = config_for(directory, **sections)
+    learner = make_learner(cfg, distributed.initialize(cfg.parallel, 0))
+    backward(learner, batches)
+    sketch = learner.sketch
+    assert sketch is not None
+    found = {}
+    for target, span in zip(sketch.capture.targets, sketch._spans, strict=True):
+        own = torch.zeros_like(target.sketch)
+        own[span] = target.sketch[span]
+        dist.all_reduce(own, group=learner.pg.intra_dp_cp)
+        found[f"{target.name}.weight"] = (own, target.row_parallel, target.strided)
+    return found
 
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
