@@ -215,15 +215,46 @@ class SamplingConfig(Section):
     """Texts of single tokens that end a response, besides the tokenizer's end tokens."""
 
 
+class RolloutWorkersConfig(Section):
+    """Rollout workers of their own, for `rollout.placement: separate`."""
+
+    count: int = Field(1, ge=1)
+    """Workers; each generates for its share of the problems."""
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel ranks of each."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline stages of each."""
+    exactness: Literal["fp32", "bf16"] = "fp32"
+    """`fp32`: bf16 weights keep the 16 bits they lack, and equal the trainer's; `bf16`: they do
+    not, take half the memory of the master away, and drift between refreshes."""
+    restarts: int = Field(3, ge=0)
+    """Times that a worker which has died is started again by `--nproc`'s launcher."""
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
     engine: Literal["static"] = "static"
     """`static`: batched generation with a KV cache."""
-    placement: Literal["colocated"] = "colocated"
-    """`colocated`: the training ranks generate."""
-    sync: Literal["shared"] = "shared"
-    """`shared`: rollouts read the trainer's own weights."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: the training ranks generate; `separate`: `workers` do."""
+    sync: Literal["shared", "sketch", "dense"] = "shared"
+    """`shared`: rollouts read the trainer's own weights (colocated); `sketch`: workers apply the
+    factors of each update; `dense`: they get whole weights each time (separate)."""
+    workers: RolloutWorkersConfig = RolloutWorkersConfig()
+    """Rollout workers of their own."""
+    exchange_dir: str | None = None
+    """Directory in which trainer and workers meet; on several nodes a shared one. Default:
+    `exchange` in the run directory."""
+    max_lag: int = Field(0, ge=0)
+    """Updates by which the policy that samples may be older than the one that is trained: so many
+    steps are generated ahead. 0 is strictly on-policy."""
+    refresh_interval: int = Field(100, ge=1)
+    """Updates between whole weights under `sync: sketch`, from which late workers begin."""
+    audit_interval: int = Field(10, ge=0)
+    """Updates between comparisons of some weights of the workers' with the trainer's; 0: none."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for a worker's responses, in seconds."""
     batch_size: int = Field(64, ge=1)
     """Sequences that are decoded at once."""
     sampling: SamplingConfig = SamplingConfig()
@@ -354,6 +385,22 @@ class Config(Section):
     def _short_forms(cls, data: Any) -> Any:
         """`environment` may be one mapping; `algorithm: sft` is `algorithm: {name: sft}`."""
         return _expand_short_forms(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _placement(self) -> Config:
+        rollout = self.rollout
+        if (rollout.placement == "colocated") != (rollout.sync == "shared"):
+            raise ValueError(
+                "rollout.sync: expected shared with rollout.placement=colocated, sketch or dense "
+                f"with separate; got {rollout.sync} with {rollout.placement}"
+            )
+        if rollout.sync == "sketch" and self.optimizer.kind == "adam":
+            raise ValueError("rollout.sync: sketch needs optimizer.kind=logra; expected dense")
+        if rollout.max_lag and rollout.placement == "colocated":
+            raise ValueError("rollout.max_lag: more than 0 needs rollout.placement=separate")
+        if rollout.placement == "separate" and self.algorithm.name == "sft":
+            raise ValueError("rollout.placement: separate is of no use to algorithm sft")
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:

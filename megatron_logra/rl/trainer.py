@@ -44,6 +44,7 @@ from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_bat
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
 from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
+from megatron_logra.rl.workers import Workers
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -118,7 +119,13 @@ class Trainer:
         self._reason = ""
         if source is not None:
             self._restore(source)
-        self.maker = RolloutMaker(self.policy, environment)
+        self.workers = (
+            Workers(config, self.learner) if config.rollout.placement == "separate" else None
+        )
+        self.maker = RolloutMaker(
+            self.policy, environment, self.workers.engine if self.workers else None
+        )
+        self.maker.version = self.learner.update
         self.samples = SampleLog(
             self.run_dir, config.logging.rollouts_per_step, config.logging.rollouts_kept
         )
@@ -136,7 +143,12 @@ class Trainer:
         after: dict[str, evaluate.Accuracy] | None = None
         path: Path | None = None
         skipped = 0
-        with self.progress, self._open_metrics() as writer, _stop_requests() as requested:
+        with (
+            self.workers or nullcontext(),
+            self.progress,
+            self._open_metrics() as writer,
+            _stop_requests() as requested,
+        ):
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
@@ -190,6 +202,7 @@ class Trainer:
         """One step of reinforcement learning."""
         config = self.config
         problems = self._next_problems()
+        self._ask_ahead()
         batch = self.maker.make(
             problems,
             config.train.responses_per_prompt,
@@ -201,20 +214,52 @@ class Trainer:
         record: Record = {**rollouts.metrics(batch)}
         baseline = self.baseline.state_dict()
         values = advantages(torch.tensor(batch.rewards()), config.algorithm, self.baseline)
+        fresh = [self._lag(rollout) <= config.rollout.max_lag for rollout in batch.all]
         samples = [
-            _sample(rollout, advantage)
-            for rollout, advantage in zip(batch.all, values.flatten().tolist(), strict=True)
+            _sample(rollout, advantage if used else 0.0)
+            for rollout, advantage, used in zip(
+                batch.all, values.flatten().tolist(), fresh, strict=True
+            )
         ]
+        record["rollout/lag"] = max(map(self._lag, batch.all))
+        record["rollout/stale"] = fresh.count(False)
         self.samples.write(self.state.step, batch, [sample.advantage for sample in samples])
         result = self._update(samples, [rollout.problem for rollout in batch.all], record)
         if result is None or not result.applied:
             self.baseline.load_state_dict(baseline)
         if config.algorithm.name == "reinforce":
             record["reward/baseline"] = self.baseline.value
-        # The engine reads the trainer's own weights: there is nothing to send and nothing to drift.
-        record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
-        record |= {"sync/version": self.learner.update, "sync/drift_max": 0.0}
+        # Colocated, the engine reads the trainer's own weights: nothing is sent, nothing drifts.
+        started, sent = time.perf_counter(), 0
+        if self.workers is not None and result is not None and result.applied:
+            sent = self.workers.publish()
+        self.maker.version = self.learner.update
+        seconds = time.perf_counter() - started if self.workers is not None else 0.0
+        record |= {"time/sync_s": seconds, "sync/seconds": seconds, "sync/bytes": sent}
+        record["sync/version"] = self.learner.update
+        record["sync/drift_max"] = 0.0 if self.workers is None else batch.drift
         return record
+
+    def _ask_ahead(self) -> None:
+        """Let separate workers generate for this step, and for as many more as may lag behind."""
+        if self.workers is None:
+            return
+        config = self.config
+        for ahead in range(config.rollout.max_lag + 1):
+            step = self.state.step + ahead
+            if step < config.train.steps:
+                self.maker.ask(
+                    self._next_problems(ahead),
+                    config.train.responses_per_prompt,
+                    config.rollout.sampling,
+                    update=step,
+                    stream="rollout",
+                )
+
+    def _lag(self, rollout: Rollout) -> int:
+        """Updates by which the policy that a response was sampled from is behind."""
+        version = rollout.response.version
+        return 0 if version is None else self.learner.update - version
 
     def _supervised_step(self) -> Record:
         """One step on given responses."""
@@ -354,9 +399,10 @@ class Trainer:
         self.state.failed_in_a_row += 1
         self.progress.message(f"step {self.state.step} skipped: {reason}")
 
-    def _next_problems(self) -> list[Problem]:
-        first = self.state.data_position
+    def _next_problems(self, ahead: int = 0) -> list[Problem]:
+        """The problems of this step, or of one that is so many steps ahead."""
         count = self.config.train.prompts_per_step
+        first = self.state.data_position + ahead * count
         return distributed.first(
             lambda: [self.environment.train_problem(place) for place in range(first, first + count)]
         )
