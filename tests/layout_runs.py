@@ -15,7 +15,7 @@ from training import make_learner, probe_of
 
 from megatron_logra import checkpoint, distributed
 from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.parameters import named_parameters
+from megatron_logra.model.parameters import named_parameters, whole_shape
 from megatron_logra.optimizer.learner import Learner
 
 
@@ -114,5 +114,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
             dim, stride = parameter.partition_dim, parameter.partition_stride
             pieces = [part.chunk(stride, dim) for part in parts]
             whole = torch.cat([p[i] for i in range(stride) for p in pieces], dim)
-        found[name] = whole
+        rows = whole_shape(parameter, tp.size())[0]
+        assert not whole[rows:].any()  # a vocabulary's padding stays what it was
+        found[name] = whole[:rows]
     return found

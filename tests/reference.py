@@ -54,10 +54,10 @@ def make_batches(generator: torch.Generator, lengths: list[list[int]]) -> list[B
     return batches
 
 
-def make_checkpoint(directory: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY) -> None:
+def make_checkpoint(directory: Path, kind: str, tied: bool) -> None:
     """A tiny random model of transformers' own class: odd sizes, grouped queries."""
     common = {
-        "vocab_size": vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": 2,

@@ -23,6 +23,7 @@ from megatron_logra.errors import UserError
 from megatron_logra.model import huggingface
 from megatron_logra.model.parameters import initialise
 from megatron_logra.model.specs import Implementation, block_spec, choose_implementation
+from megatron_logra.model.vocabulary import hide_padding, padded_size
 
 LogitsFn = Callable[[Tensor], Tensor]
 """Hidden states [n, 1, h] or [s, b, h] → logits [n, 1, vocab/tp] or [s, b, vocab/tp]."""
@@ -89,6 +90,7 @@ class GPTArguments:
     """What GPTModel needs beyond Megatron's TransformerConfig; field names as in Megatron."""
 
     vocab_size: int
+    """Rows of the embedding, without padding."""
     max_sequence_length: int
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -113,11 +115,6 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     else:
         source, given = "model.spec", dict(cfg.model.spec or {})
     fields = _split(source, given)
-    if given["vocab_size"] % cfg.parallel.tensor:
-        raise UserError(
-            f"{source}.vocab_size={given['vocab_size']}: expected a multiple of "
-            f"parallel.tensor={cfg.parallel.tensor}, over which the vocabulary is divided"
-        )
     arguments = _gpt_arguments(source, given, cfg)
     precision = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
     fields |= {
@@ -170,7 +167,7 @@ def build_model(
     model = GPTModel(
         config,
         block_spec(config, chosen, stage),
-        vocab_size=arguments.vocab_size,
+        vocab_size=padded_size(arguments.vocab_size, pg.tp.size()),
         max_sequence_length=arguments.max_sequence_length,
         pre_process=stage == 0,
         post_process=stage == stages - 1,
@@ -183,6 +180,7 @@ def build_model(
         seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
         pg_collection=pg,
     )
+    hide_padding(model, arguments.vocab_size)
     initialise(model, arguments.seed)
     if model.pre_process and config.recompute_granularity == "full":
         model.embedding.register_forward_hook(_require_gradient)

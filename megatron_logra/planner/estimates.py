@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from megatron_logra.model.vocabulary import padded_size
 from megatron_logra.planner.shapes import BYTES, Model, Stage
 
 Use = Literal["sketched", "dense", "frozen"]
@@ -49,7 +50,7 @@ class PassEstimate:
 
     def __init__(self, model: Model, stage: Stage) -> None:
         self.cfg, self.layout, self.config = model.cfg, model.layout, model.config
-        self.vocabulary = model.arguments.vocab_size
+        self.vocabulary = padded_size(model.arguments.vocab_size, model.layout.tensor)
         self.stage = stage
         self.bytes = BYTES[self.cfg.train.precision]
         self.tokens = self.cfg.train.micro_batch_size * (

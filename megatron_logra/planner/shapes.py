@@ -13,6 +13,7 @@ from megatron_logra.config import Config
 from megatron_logra.distributed import check_layout
 from megatron_logra.errors import UserError
 from megatron_logra.model.gpt import GPTArguments, transformer_config
+from megatron_logra.model.vocabulary import padded_size
 
 Kind = Literal["logra", "adam"]
 """Values of `optimizer.kind`."""
@@ -116,7 +117,8 @@ def parameter_shapes(
     stages = 1 if stage is None else config.pipeline_model_parallel_size
     last = stage is None or stage == stages - 1
     hidden, tied = config.hidden_size, arguments.share_embeddings_and_output_weights
-    vocabulary = (arguments.vocab_size, hidden)
+    tensor = config.tensor_model_parallel_size
+    vocabulary = (padded_size(arguments.vocab_size, tensor), hidden)
     shapes = []
     if not stage:
         shapes.append(Shape("embedding.word_embeddings", vocabulary, 0, tied and stages > 1))
@@ -254,7 +256,6 @@ class Model:
             "ffn_hidden_size": config.ffn_hidden_size,
             "num_attention_heads": config.num_attention_heads,
             "num_query_groups": config.num_query_groups,
-            "vocab_size": self.arguments.vocab_size,
         }
         for name, size in divided.items():
             if size % layout.tensor:
