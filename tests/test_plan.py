@@ -67,6 +67,7 @@ def odd() -> tuple[dict[str, Any], int]:
         "vocab_size": draw.randint(80, 160),
         "qk_layernorm": draw.random() < 0.5,
         "add_bias_linear": draw.random() < 0.5,
+        "post_layernorms": draw.random() < 0.5,
     }
     return spec, draw.randint(1, 16)
 

@@ -149,7 +149,7 @@ def test_adam_alone_equals_torch_adamw_in_float64(checkpoint, pg, generator):
         assert relative_error(model[name].detach(), reference.weight(name)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])  # QK norm; QKV bias and a tied output
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "gemma3"])  # qwen2: QKV bias, a tied output
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
 @pytest.mark.parametrize(("budget", "tolerance"), [(2e-4, 0.05), (2e-5, 0.02)])
 def test_predicted_kl_is_the_realised_one(

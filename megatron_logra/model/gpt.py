@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_logra import platform
 from megatron_logra.config import Config
 from megatron_logra.errors import UserError
-from megatron_logra.model import huggingface
+from megatron_logra.model import gemma3, huggingface
 from megatron_logra.model.parameters import initialise
 from megatron_logra.model.specs import Implementation, block_spec, choose_implementation
 from megatron_logra.model.vocabulary import hide_padding, padded_size
@@ -30,9 +30,16 @@ LogitsFn = Callable[[Tensor], Tensor]
 Head = Callable[[Tensor, LogitsFn], Any]
 """Called on the last stage with the final hidden states [s, b, h] and the way to their logits."""
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
+    "gelu_tanh": gelu_tanh,
     "relu": nn.functional.relu,
 }
 """Values of `activation_func`."""
@@ -72,7 +79,6 @@ UNSUPPORTED = (
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
-    "no_rope_freq",
     "heterogeneous_block_specs",
     "is_hybrid_model",
     "fused_residual_rmsnorm",
@@ -99,6 +105,26 @@ class GPTArguments:
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
     """Linear scaling: positions are divided by it."""
+    yarn_rotary_scaling_factor: float | None = None
+    """YaRN: factor s by which the low frequencies are divided; None is no YaRN."""
+    yarn_original_max_position_embeddings: int | None = None
+    """YaRN: sequence length of the training before."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: frequencies of more rotations over that length are kept."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: frequencies of fewer are divided by s."""
+    yarn_mscale: float | None = None
+    """YaRN: m of the factor (0.1 m ln s + 1)/(0.1 m' ln s + 1) on queries and keys."""
+    yarn_mscale_all_dim: float | None = None
+    """YaRN: m'; with both None the factor is 0.1 ln s + 1."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: whether the bounds between frequencies are rounded outwards."""
+    rotary_base_local: float | None = None
+    """Rotary base of the layers with a sliding window, which no scaling reaches (Gemma 3)."""
+    post_layernorms: bool | None = None
+    """Norms after attention and MLP, too, before their outputs are added (Gemma 3)."""
+    scale_embeddings: bool | None = None
+    """Embeddings are multiplied by √hidden_size, rounded to their type (Gemma 3)."""
     share_embeddings_and_output_weights: bool = False
     seed: int = 0
     """Seed of the random weights (train.seed)."""
@@ -144,9 +170,15 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     if cfg.train.recompute == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**fields), arguments
+        config = TransformerConfig(**fields)
     except (ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
+    if arguments.yarn_rotary_scaling_factor is not None:
+        # Megatron's dense layers look for these on the configuration, which has no such fields.
+        for name, value in dataclasses.asdict(arguments).items():
+            if name.startswith("yarn_"):
+                setattr(config, name, value)
+    return config, arguments
 
 
 def build_model(
@@ -166,13 +198,13 @@ def build_model(
     stage, stages = pg.pp.rank(), pg.pp.size()
     model = GPTModel(
         config,
-        block_spec(config, chosen, stage),
+        block_spec(config, chosen, stage, gemma3=gemma3.wanted(arguments)),
         vocab_size=padded_size(arguments.vocab_size, pg.tp.size()),
         max_sequence_length=arguments.max_sequence_length,
         pre_process=stage == 0,
         post_process=stage == stages - 1,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if arguments.yarn_rotary_scaling_factor is None else "yarn",
         rotary_percent=arguments.rotary_percent,
         rotary_base=arguments.rotary_base,
         rope_scaling=arguments.rope_scaling,
@@ -180,6 +212,7 @@ def build_model(
         seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
         pg_collection=pg,
     )
+    gemma3.complete(model, arguments)
     hide_padding(model, arguments.vocab_size)
     initialise(model, arguments.seed)
     if model.pre_process and config.recompute_granularity == "full":

@@ -31,7 +31,7 @@ def whole_name(model: GPTModel, name: str) -> str:
 
 
 def whole_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, ...]:
-    """Shape of the tensor of which `parameter` is one rank's part; without a vocabulary's padding."""
+    """Shape of the tensor of which `parameter` is one rank's part, without padded vocabulary."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]

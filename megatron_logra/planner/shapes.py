@@ -124,7 +124,7 @@ def parameter_shapes(
         shapes.append(Shape("embedding.word_embeddings", vocabulary, 0, tied and stages > 1))
     layers = range(config.num_layers) if stage is None else layers_of_stage(config, stage)
     for index in layers:
-        shapes += _layer_shapes(config, f"decoder.layers.{index}")
+        shapes += _layer_shapes(config, f"decoder.layers.{index}", bool(arguments.post_layernorms))
     if last:
         shapes += _norm(config, "decoder.final_layernorm", hidden)
         if not tied or stages > 1:
@@ -148,7 +148,7 @@ def layers_of_stage(config: TransformerConfig, stage: int) -> range:
     return range(sum(counts[:-1]), sum(counts))
 
 
-def _layer_shapes(config: TransformerConfig, at: str) -> list[Shape]:
+def _layer_shapes(config: TransformerConfig, at: str, post_norms: bool) -> list[Shape]:
     hidden, kv, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size
     heads, groups, bias = (
         config.num_attention_heads,
@@ -166,6 +166,9 @@ def _layer_shapes(config: TransformerConfig, at: str) -> list[Shape]:
     if config.qk_layernorm:
         shapes += _norm(config, f"{attention}.q_layernorm", kv)
         shapes += _norm(config, f"{attention}.k_layernorm", kv)
+    if post_norms:
+        shapes += _norm(config, f"{attention}.post_layernorm", hidden)
+        shapes += _norm(config, f"{at}.mlp.post_layernorm", hidden)
     shapes += _norm(config, f"{at}.pre_mlp_layernorm", hidden)
     shapes += _column_parallel(f"{at}.mlp.linear_fc1", inner, hidden, bias)
     return shapes + _row_parallel(f"{at}.mlp.linear_fc2", hidden, ffn, bias)
