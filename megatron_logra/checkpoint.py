@@ -51,6 +51,7 @@ logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(
 
 LATEST = "latest"
 DESCRIPTION = "checkpoint.json"
+_EXTRA = "_extra_state"
 _NAME = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
@@ -112,8 +113,7 @@ def save(
         text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
         (unfinished / DESCRIPTION).write_text(text + "\n")
         save_integrity_manifest(str(unfinished))
-        for path in (*unfinished.iterdir(), unfinished):
-            _flush(path)
+        flush(unfinished)
         _publish(root, unfinished, final)
         older = [path for path in list_checkpoints(root) if _step_of(path) < step]
         for path in older[: max(0, len(older) - (keep - 1))]:
@@ -208,17 +208,24 @@ def load(path: Path, state: ShardedStateDict) -> dict[str, Any]:
 
 
 def weights_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
-    """Sharded state of the weights of a rank's model chunks, wrapped or not."""
+    """Sharded state of the weights of a rank's model chunks, wrapped or not.
+
+    Without Megatron's "extra states", which are for fp8 and empty otherwise: so a checkpoint does
+    not depend on the layers' implementation.
+    """
     state: ShardedStateDict = {}
     for index, chunk in enumerate(unwrap_model(list(chunks))):
-        state[f"model{index}"] = chunk.sharded_state_dict()
+        found = chunk.sharded_state_dict()
+        state[f"model{index}"] = {k: v for k, v in found.items() if not k.endswith(_EXTRA)}
     return state
 
 
 def set_weights(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     """Put what `load` returned for `weights_state` into the model chunks."""
     for index, chunk in enumerate(unwrap_model(list(chunks))):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        result = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith(_EXTRA)]
+        assert not missing and not result.unexpected_keys, result
 
 
 def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
@@ -285,9 +292,9 @@ def _publish(root: Path, unfinished: Path, final: Path) -> None:
     unfinished.rename(final)
     pointer = root / (_UNFINISHED + LATEST)
     pointer.write_text(final.name + "\n")
-    _flush(pointer)
+    flush(pointer)
     pointer.replace(root / LATEST)
-    _flush(root)
+    flush(root)
     _remove_leftovers(root)
 
 
@@ -301,13 +308,14 @@ def _remove_leftovers(root: Path) -> None:
                 path.unlink()
 
 
-def _flush(path: Path) -> None:
-    """Have a file or directory on disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def flush(path: Path) -> None:
+    """Have a file, or a directory and the files in it, on disk before going on."""
+    for part in (*path.iterdir(), path) if path.is_dir() else (path,):
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_results_stay_in_this_process() -> None:

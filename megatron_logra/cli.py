@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_logra
@@ -207,6 +208,57 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def convert(argv: Sequence[str]) -> int:
+    """Make a checkpoint of a Hugging Face directory (from-hf), or the reverse (to-hf)."""
+    parser = _parser("convert")
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="from-hf | to-hf")
+    there = directions.add_parser("from-hf", help="from a Hugging Face directory")
+    there.add_argument("source", metavar="SRC", help="Hugging Face directory")
+    there.add_argument("target", metavar="DST", help="the checkpoint; must not exist")
+    back = directions.add_parser("to-hf", help="to a Hugging Face directory")
+    back.add_argument(
+        "source", metavar="SRC", help="a checkpoint, or a run directory, whose latest is taken"
+    )
+    back.add_argument("target", metavar="DST", help="Hugging Face directory; must not exist")
+    back.add_argument(
+        "--like",
+        metavar="DIR",
+        help="Hugging Face directory of the model, for configuration and tokenizer; default: what "
+        "the checkpoint was made of",
+    )
+    back.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: as in the checkpoint"
+    )
+    back.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)"
+    )
+    args = parser.parse_args(argv)
+    if args.direction == "to-hf" and not args.shard_gb > 0:
+        raise UserError(f"--shard-gb {args.shard_gb:g}: expected more than 0")
+
+    from megatron_logra import platform
+
+    platform.quieten()
+    import torch
+
+    from megatron_logra import convert
+
+    source, target = Path(args.source), Path(args.target)
+    if args.direction == "from-hf":
+        convert.from_hf(source, target)
+    else:
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        convert.to_hf(
+            source,
+            target,
+            like=Path(args.like) if args.like is not None else None,
+            dtype=types[args.dtype] if args.dtype is not None else None,
+            shard_bytes=int(args.shard_gb * 10**9),
+        )
+    print(target)
+    return 0
+
+
 def report(argv: Sequence[str]) -> int:
     """Draw plots and one self-contained HTML page from run directories."""
     parser = _parser("report")
@@ -237,6 +289,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
+    "convert": convert,
     "plan": plan,
     "report": report,
     "doctor": doctor,

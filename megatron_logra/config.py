@@ -34,7 +34,8 @@ class ModelConfig(Section):
     """Which model is trained: either `hf` or `spec`."""
 
     hf: str | None = None
-    """A Hugging Face directory (config.json, safetensors, tokenizer); its weights are loaded."""
+    """A Hugging Face directory (config.json, safetensors, tokenizer), or what `convert from-hf`
+    made of one; its weights are loaded."""
     spec: dict[str, Any] | None = None
     """A randomly initialised model: Megatron's TransformerConfig field names, and GPTModel's
     vocab_size, max_sequence_length, rotary_base and share_embeddings_and_output_weights."""

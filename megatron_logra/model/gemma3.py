@@ -19,7 +19,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    sharded_state_dict_default,
+)
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -80,6 +84,19 @@ class Gemma3MLP(MLP):
         """Hidden states [s, b, h] → the same; never a bias that is left to add."""
         output, bias = super().forward(hidden_states, *args, **options)
         return self.post_layernorm(output if bias is None else output + bias), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's, where what it does not know is for one tensor-parallel rank alone."""
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return found | sharded_state_dict_default(
+            self.post_layernorm,
+            f"{prefix}post_layernorm.",
+            sharded_offsets,
+            ensure_metadata_has_dp_cp_group(metadata),
+            tp_group=self.tp_group,
+        )
 
 
 def _norm(

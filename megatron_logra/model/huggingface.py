@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_logra.errors import UserError
 from megatron_logra.model.families import Fields, family_of, rules
 from megatron_logra.model.parameters import local_part, named_parameters, whole_shape
+from megatron_logra.model.safetensors_io import Entry, read_header, read_tensor
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -96,34 +94,32 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        self._headers: dict[Path, dict[str, Entry]] = {}
         if index.exists():
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict):
                 raise UserError(f"{index}: expected a weight_map")
             self.files = {str(name): directory / str(file) for name, file in shards.items()}
         elif single.exists():
-            self.files = dict.fromkeys(self._names(single), single)
+            self._headers[single] = read_header(single)
+            self.files = dict.fromkeys(self._headers[single], single)
         else:
             raise UserError(
                 f"{directory}: expected model.safetensors or model.safetensors.index.json"
             )
-        for file in sorted(set(self.files.values())):
-            present = set(self._names(file))
-            for name, holder in self.files.items():
-                if holder == file and name not in present:
-                    raise UserError(f"{file}: tensor {name} is missing")
+        for name, file in self.files.items():
+            if file not in self._headers:
+                self._headers[file] = read_header(file)
+            if name not in self._headers[file]:
+                raise UserError(f"{file}: tensor {name} is missing")
 
-    def read(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU, as it was stored."""
-        with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+    def entry(self, name: str) -> Entry:
+        """Shape and type of the tensor `name`."""
+        return self._headers[self.files[name]][name]
 
-    def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and type (as safetensors calls it, such as BF16) of the tensor `name`."""
-        with self._open(name) as file:
-            part = file.get_slice(name)
-            return tuple(part.get_shape()), str(part.get_dtype())
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor `name`, on the CPU, as it was stored; or so many rows from one on."""
+        return read_tensor(self.files[name], name, self.entry(name), rows)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Compare a tensor's shape with the one that the configuration gives it.
@@ -131,29 +127,11 @@ class Checkpoint:
         Raises:
             UserError: it is another.
         """
-        found, _ = self.header(name)
+        found = self.entry(name).shape
         if found != shape:
             raise UserError(
                 f"{self.files[name]}: {name} is {list(found)}, but by config.json {list(shape)}"
             )
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        try:
-            with safe_open(self.files[name], framework="pt") as file:
-                yield file
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.files[name]}: cannot read {name}: {error}") from None
-
-    @staticmethod
-    def _names(path: Path) -> list[str]:
-        if not path.exists():
-            raise UserError(f"{path}: missing")
-        try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a complete safetensors file: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,6 +39,12 @@ from megatron_logra.model.gemma3 import (
 )
 from megatron_logra.model.norm import Norm
 
+CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Checkpoints store these norms of a layer under the names that Megatron's fused layers use."""
+
 Implementation = Literal["local", "transformer_engine"]
 
 
@@ -91,11 +97,7 @@ def block_spec(
             pre_mlp_layernorm=norm,
             mlp=partial(mlp.as_mlp_submodule, submodules=mlp_parts),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints store the norms under the names that Megatron's fused layers use.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=CHECKPOINT_NAMES,
         ),
     )
     layers = get_num_layers_to_build(config, pp_rank=pp_rank)

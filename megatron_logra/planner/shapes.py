@@ -168,10 +168,10 @@ def _layer_shapes(config: TransformerConfig, at: str, post_norms: bool) -> list[
         shapes += _norm(config, f"{attention}.k_layernorm", kv)
     if post_norms:
         shapes += _norm(config, f"{attention}.post_layernorm", hidden)
-        shapes += _norm(config, f"{at}.mlp.post_layernorm", hidden)
     shapes += _norm(config, f"{at}.pre_mlp_layernorm", hidden)
     shapes += _column_parallel(f"{at}.mlp.linear_fc1", inner, hidden, bias)
-    return shapes + _row_parallel(f"{at}.mlp.linear_fc2", hidden, ffn, bias)
+    shapes += _row_parallel(f"{at}.mlp.linear_fc2", hidden, ffn, bias)
+    return shapes + (_norm(config, f"{at}.mlp.post_layernorm", hidden) if post_norms else [])
 
 
 def _norm(config: TransformerConfig, name: str, size: int) -> list[Shape]:

@@ -124,6 +124,10 @@ def build_policy(config: Config) -> Policy:
     tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
     model = build_model(tconfig, arguments, pg)
+    policy = Policy(config, pg, tconfig, arguments, model, tokenizer)
     if config.model.hf is not None:
-        load_hf_weights(config.model.hf, model)
-    return Policy(config, pg, tconfig, arguments, model, tokenizer)
+        if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
+            policy.load_weights(Path(config.model.hf))
+        else:
+            load_hf_weights(config.model.hf, model)
+    return policy
