@@ -40,7 +40,8 @@ class ModelConfig(Section):
     """A randomly initialised model: Megatron's TransformerConfig field names, and GPTModel's
     vocab_size, max_sequence_length, rotary_base and share_embeddings_and_output_weights."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer directory, or `bytes` (one token a byte). Default: that of `hf`."""
+    """A Hugging Face tokenizer directory, a sentencepiece model (FILE.model, with its chat template
+    in chat_template.jinja beside it), or `bytes` (one token a byte). Default: that of `hf`."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; `auto` takes Transformer Engine where it and a GPU are present."""
 

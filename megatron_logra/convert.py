@@ -122,7 +122,8 @@ def from_hf(source: Path, target: Path) -> None:
                 raise UserError(f"{files.files[name]}: {name} is {found}; expected {expected}")
 
         def make(first: int, rows: int, parameter: Parameter = parameter) -> Tensor:
-            _tell(model.parameters.index(parameter), len(model.parameters), parameter.name)
+            if first == 0:
+                _tell(model.parameters.index(parameter), len(model.parameters), parameter.name)
             if len(parameter.rule.sources) == 1:
                 return files.read(parameter.rule.sources[0], (first, rows))
             parts = [files.read(name) for name in parameter.rule.sources]
