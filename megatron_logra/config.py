@@ -61,6 +61,8 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel stages."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Model chunks on each pipeline rank; more than 1 takes Megatron's interleaved schedule."""
     context: int = Field(1, ge=1)
     """Context-parallel ranks."""
     expert: int = Field(1, ge=1)
@@ -352,6 +354,8 @@ class Config(Section):
             raise ValueError("train.responses_per_prompt: grpo needs at least 2")
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence: needs parallel.tensor > 1")
+        if self.parallel.virtual_pipeline > 1 and self.parallel.pipeline == 1:
+            raise ValueError("parallel.virtual_pipeline: more than 1 needs parallel.pipeline > 1")
         control = self.step_control
         if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
             raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")

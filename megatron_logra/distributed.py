@@ -60,6 +60,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
     )
@@ -80,6 +81,10 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
             f"parallel.expert={parallel.expert}: needs as many data-parallel ranks, "
             f"but this run has {ranks // needed}"
         )
+
+
+def _virtual(parallel: ParallelConfig) -> int | None:
+    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 def shutdown() -> None:

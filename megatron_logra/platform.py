@@ -24,6 +24,7 @@ from megatron_logra.errors import UserError
 CPU = torch.device("cpu")
 
 LITERAL_CUDA = (
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
@@ -33,7 +34,7 @@ LITERAL_CUDA = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )
-"""Modules of Megatron that make tensors with a literal device="cuda"."""
+"""Modules of Megatron that make tensors with a literal device="cuda", or in pinned memory."""
 
 _installed = False
 
@@ -95,7 +96,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
 
 
 def _torch_on_cpu() -> ModuleType:
-    """The module torch, but for factories that take device="cuda" for the CPU."""
+    """The module torch, but for factories that take device="cuda" for the CPU, and pin nothing."""
     module = ModuleType("torch")
     vars(module).update(vars(torch))
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
@@ -108,6 +109,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and "cuda" in str(kwargs["device"]):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from reference import Batch, config_for, make_batches
 from torch import distributed as dist
 from training import make_learner, probe_of
 
 from megatron_logra import checkpoint, distributed
+from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.parameters import named_parameters, whole_shape
+from megatron_logra.model.parameters import EMBEDDING, named_parameters, whole_shape
 from megatron_logra.optimizer.learner import Learner
 
 
@@ -58,6 +58,8 @@ def train(
     for update in range(first, first + updates):
         generator = torch.Generator().manual_seed(update)
         batches = make_batches(generator, [[18, 9], [12, 20], [6, 32], [8, 28]])
+        if pg.cp.size() > 1:  # positions are divided evenly
+            batches = [padded(batch, -(-batch.tokens.shape[1] // 8) * 8) for batch in batches]
         backward(learner, batches)
         if poison == update and dist.get_rank() == dist.get_world_size() - 1:
             assert learner.sketch is not None
@@ -71,42 +73,65 @@ def train(
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
     weights = checkpoint.weights_state(learner.chunks)
-    return {**weights, "learner": learner.sharded_state_dict(weights["model0"], is_loading)}
+    return {**weights, "learner": learner.sharded_state_dict(weights, is_loading)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank gets of a batch, [b, s/cp] each; weights are those of the targets' loss."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    mask: torch.Tensor
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """With rows of `length`."""
+    more = (0, length - batch.tokens.shape[1])
+    pad = torch.nn.functional.pad
+    return Batch(pad(batch.tokens, more), pad(batch.weights, more))
+
+
+def part_of(batch: Batch, length: int, cp: dist.ProcessGroup) -> Part:
+    """This rank's positions of a batch that is padded to `length`."""
+    pad, whole = torch.nn.functional.pad, padded(batch, length)
+    next_weights = pad(whole.weights[:, 1:], (0, 1))
+    fields = (whole.tokens, whole.positions, whole.tokens.roll(-1, 1), next_weights, whole.mask)
+    return Part(*(own_share(field, cp) for field in fields))
 
 
 def backward(learner: Learner, batches: list[Batch]) -> None:
-    """Gradients of all batches; data-parallel ranks share them, the vocabulary is divided."""
+    """Gradients of all batches, which data-parallel ranks share; the vocabulary is divided."""
     pg = learner.pg
     mine = batches[pg.dp.rank() :: pg.dp.size()]
+    lengths = [batch.tokens.shape[1] for batch in mine]
+    if len(learner.chunks) > 1:  # the interleaved schedule wants one shape
+        lengths = [max(lengths)] * len(lengths)
+    parts = [part_of(batch, length, pg.cp) for batch, length in zip(mine, lengths, strict=True)]
 
     def forward_step(left: Any, model: torch.nn.Module) -> Any:
-        batch = next(left)
+        part = next(left)
 
         def head(hidden: torch.Tensor, logits_fn: Any) -> Any:
-            targets = batch.tokens.roll(-1, 1).t().contiguous()
-            loss = vocab_parallel_cross_entropy(logits_fn(hidden).float(), targets, 0.0, pg.tp)
-            weights = torch.nn.functional.pad(batch.weights[:, 1:], (0, 1)).t()
-            return (weights * loss).sum(), batch.mask.sum().int(), {}
+            loss = vocab_parallel_cross_entropy(
+                logits_fn(hidden).float(), part.targets.t().contiguous(), 0.0, pg.tp
+            )
+            return (part.weights.t() * loss).sum(), part.mask.sum().int(), {}
 
-        return forward_head(model, batch.tokens, batch.positions, head), lambda output: output
+        return forward_head(model, part.tokens, part.positions, head), lambda output: output
 
     learner.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(mine),
-        model=learner.chunks,
-        num_microbatches=len(mine),
-        seq_length=mine[0].tokens.shape[1],
-        micro_batch_size=2,
-        forward_only=False,
-    )
+    learner.forward_backward(forward_step, parts, max(lengths))
 
 
 @torch.no_grad()
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
     """All parameters of the whole model by name, fp32, gathered from the ranks."""
     tp, found = learner.pg.tp, {}
-    for name, parameter in named_parameters(learner.chunks[0].module):
+    own = (pair for chunk in learner.chunks for pair in named_parameters(chunk.module))
+    for name, parameter in own:
         whole = parameter.detach().float().contiguous()
         if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
             parts = [torch.empty_like(whole) for _ in range(tp.size())]
@@ -117,4 +142,9 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
         rows = whole_shape(parameter, tp.size())[0]
         assert not whole[rows:].any()  # a vocabulary's padding stays what it was
         found[name] = whole[:rows]
-    return found
+    stages: list[dict[str, torch.Tensor]] = [{}] * learner.pg.pp.size()
+    dist.all_gather_object(stages, found, group=learner.pg.pp)
+    if learner.chunks[0].module.share_embeddings_and_output_weights and len(stages) > 1:
+        copy = stages[-1].pop("output_layer.weight")
+        assert torch.equal(copy, stages[0][EMBEDDING]), "the copies of a tied weight differ"
+    return {name: weight for stage in stages for name, weight in stage.items()}

@@ -12,6 +12,7 @@ import torch
 from helpers import tiny_config
 from layout_runs import backward
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings
 from reference import Batch
@@ -77,9 +78,21 @@ def _count_traffic(cfg: Config, pg: ProcessGroupCollection, smallest: int) -> di
     probe = probe_of(
         Batch(*(torch.cat(parts) for parts in zip(*map(_fields, batches), strict=True)))
     )
-    groups = {group.group_name: name for name, group in (("tensor", pg.tp), ("data", pg.dp_cp))}
+    groups = {
+        group.group_name: name
+        for name, group in (
+            ("pipeline", pg.pp),
+            ("pipeline", pg.embd),
+            ("context", pg.cp),
+            ("tensor", pg.tp),
+            ("data", pg.dp_cp),
+        )
+        if group is not None
+    }
     sent: Counter[str] = Counter()
     with ExitStack() as stack:
+        counting = _counting_sends(P2PCommunicator._communicate, sent)
+        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", counting))
         for owner, name, collective in COLLECTIVES:
             counting = _counting(getattr(owner, name), collective, groups, smallest, sent)
             stack.enter_context(mock.patch.object(owner, name, counting))
@@ -110,6 +123,18 @@ def _counting(
             key = f"{groups[group.group_name]}/{collective}"
             sent[key] += passes * share * largest.numel() * largest.element_size()
         return function(*args, **kwargs)
+
+    return counted
+
+
+def _counting_sends(function: Callable[..., Any], sent: Counter[str]) -> Callable[..., Any]:
+    """Megatron's exchange with the neighbouring stages, counted into `sent`."""
+
+    def counted(self: P2PCommunicator, **kwargs: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if kwargs[name] is not None:
+                sent["pipeline/send"] += kwargs[name].nbytes
+        return function(self, **kwargs)
 
     return counted
 

@@ -16,6 +16,7 @@ from megatron_logra import distributed
 from megatron_logra.config import ParallelConfig, config_from_dict
 from megatron_logra.errors import UserError
 from megatron_logra.model import smollm2
+from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import build_model, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights, read_spec
 from megatron_logra.model.tokenizer import load_tokenizer
@@ -94,6 +95,31 @@ def test_logits_equal_transformers_on_two_ranks(
         tokens, mask = sequences(generator)
         cases.append((directory, tokens, mask, expected(model, tokens, mask)))
     ranks.run(2, _compare_all, cases)
+
+
+def test_logits_equal_transformers_on_context_parallel_ranks(
+    ranks: Any, tmp_path: Path, generator: torch.Generator
+) -> None:
+    """Windows, two rotary bases and layers without RoPE, where positions are divided."""
+    cases = []
+    for family in ("mistral", "smollm3", "gemma3"):
+        model = reference(family, generator)
+        model.save_pretrained(tmp_path / family)
+        tokens, _ = sequences(generator)
+        with torch.no_grad():
+            cases.append((tmp_path / family, tokens, model(tokens).logits))
+    ranks.run(2, _compare_own_positions, cases)
+
+
+@torch.no_grad()
+def _compare_own_positions(cases: list[Any]) -> None:
+    parallel = {"context": 2}
+    pg = distributed.initialize(ParallelConfig(**parallel), 0)
+    for directory, tokens, want in cases:
+        model = ours(directory, pg, parallel=parallel)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        mine = (own_share(values, pg.cp) for values in (tokens, positions))
+        torch.testing.assert_close(model(*mine, None), own_share(want, pg.cp), rtol=1e-4, atol=1e-4)
 
 
 def _compare_all(cases: list[Any]) -> None:

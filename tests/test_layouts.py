@@ -16,6 +16,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence": (2, {"tensor": 2, "sequence": True}),
     "dp2": (2, {}),
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp2-tp2": (4, {"context": 2, "tensor": 2, "sequence": True}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
 }
 FP32 = {"step_control": {"factor_dtype": "fp32", "realised_kl_interval": 1}}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", False)  # a vocabulary of 131: padded under TP
+    make_checkpoint(path, "qwen3", True, layers=4)  # a vocabulary of 131: padded under TP
     return path
 
 

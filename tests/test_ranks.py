@@ -33,8 +33,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2}),
     "tp2-sequence": (2, {"tensor": 2, "sequence": True}),
     "dp2": (2, {}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
 }
-SPEC = {"hidden_size": 32, "vocab_size": 261, "init_method_std": 0.1}
+SPEC = {"num_layers": 4, "hidden_size": 32, "vocab_size": 261, "init_method_std": 0.1}
 VARIES = ("time/", "rollout/tokens_per_s", "memory/", "comm/")
 
 
@@ -124,7 +127,7 @@ def test_every_layout_samples_and_learns_the_same(layout, ranks, reference, tmp_
         assert [json.loads(line)["response"] for line in lines] == texts
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2-sequence"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "pp2-interleaved"])
 def test_a_run_goes_on_under_another_layout(layout, ranks, reference, tmp_path):
     size, parallel = LAYOUTS[layout]
     reference_dir, (_, sampled, weights) = reference
@@ -207,11 +210,17 @@ def _adam_with_a_nan() -> tuple[Any, Any, Any]:
     return before, whole_weights(learner), learner.step(None)
 
 
-@pytest.mark.parametrize("name", ["pipeline", "context"])
-def test_other_layouts_are_refused_by_name(name, ranks, tmp_path):
-    config = config_for(tmp_path, parallel={name: 2})
+@pytest.mark.parametrize(
+    ("parallel", "key"),
+    [
+        ({"expert": 2}, "parallel.expert=2"),
+        ({"pipeline": 2, "virtual_pipeline": 3}, "parallel.virtual_pipeline=3"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_by_name(parallel, key, ranks, tmp_path):
+    config = config_for(tmp_path, parallel=parallel)
     for message in ranks.run(2, _refusal, config):
-        assert message.startswith(f"parallel.{name}=2: not supported") and "\n" not in message
+        assert key in message and "\n" not in message
 
 
 def _refusal(config: Config) -> str:

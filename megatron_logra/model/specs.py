@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_logra.errors import UserError
+from megatron_logra.model.context_parallel import ContextParallelAttention
 from megatron_logra.model.gemma3 import (
     Gemma3Attention,
     Gemma3AttentionSubmodules,
@@ -65,14 +66,21 @@ def choose_implementation(wanted: str) -> Implementation:
 
 
 def block_spec(
-    config: TransformerConfig, implementation: Implementation, pp_rank: int, *, gemma3: bool = False
+    config: TransformerConfig,
+    implementation: Implementation,
+    pp_rank: int,
+    vp_stage: int | None = None,
+    *,
+    gemma3: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of pipeline stage `pp_rank` and the final norm of a dense GPT.
+    """The layers of a pipeline stage (or one of its chunks) and the final norm of a dense GPT.
 
     Args:
         gemma3: with Gemma 3's attention and MLP.
     """
     norm, column, row, core = _modules(implementation)
+    if config.context_parallel_size > 1 and implementation == "local":
+        core = ContextParallelAttention
     head_norm = norm if config.qk_layernorm else IdentityOp
     linears = {"linear_qkv": column, "linear_proj": row}
     head = {"core_attention": core, "q_layernorm": head_norm, "k_layernorm": head_norm}
@@ -100,7 +108,7 @@ def block_spec(
             sharded_state_dict_keys_map=CHECKPOINT_NAMES,
         ),
     )
-    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -37,7 +38,7 @@ from megatron_logra.optimizer.master_weights import Fp32Master
 from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
 from megatron_logra.optimizer.sketch_optimizer import SketchDistributedOptimizer, StepReport
 from megatron_logra.optimizer.step_control import StepControl
-from megatron_logra.sketch.capture import SketchCapture, SketchProxies
+from megatron_logra.sketch.capture import SketchCapture, SketchProxies, Target
 from megatron_logra.sketch.layout import sketch_layout
 
 
@@ -92,10 +93,8 @@ class Learner:
         cfg: Config,
         pg: ProcessGroupCollection,
     ) -> None:
-        if len(chunks) != 1:
-            raise NotImplementedError("several model chunks on one rank")
-        (model,) = chunks
         self.cfg = cfg
+        self.tconfig = tconfig
         self.pg = pg
         self.update = 0
         """Updates applied so far."""
@@ -106,29 +105,30 @@ class Learner:
         if sketched:
             factor_dtype = _DTYPES[cfg.step_control.factor_dtype]
             capture = SketchCapture(
-                model,
+                chunks,
                 cfg.sketch,
                 factor_dtype,
                 tp_group=pg.tp,
                 sequence_parallel=tconfig.sequence_parallel,
-                whole_name=partial(whole_name, model),
+                whole_name=whole_name,
             )
             if not train_others:
-                model.requires_grad_(False)
+                for chunk in chunks:
+                    chunk.requires_grad_(False)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
         # With all weights frozen it has no buffers; Megatron's schedule wants it all the same.
-        self.chunks = [_wrap(model, tconfig, ddp_config, pg)]
+        self.chunks = [_wrap(chunk, tconfig, ddp_config, pg) for chunk in chunks]
         self.config = _optimizer_config(cfg)
         self.schedulers: list[OptimizerParamScheduler] = []
         optimizers: list[MegatronOptimizer] = []
         self.sketch: SketchDistributedOptimizer | None = None
         self.predictor: PredictedKL | None = None
-        self._sketch_ddp: DistributedDataParallel | None = None
+        self._sketch_ddps: list[DistributedDataParallel] = []
         if capture is not None:
             self.predictor = PredictedKL(
-                self.chunks[0],
+                self.chunks,
                 capture,
                 temperature=cfg.rollout.sampling.temperature
                 if cfg.algorithm.name != "sft"
@@ -137,10 +137,13 @@ class Learner:
                 rows=cfg.train.micro_batch_size,
                 pg=pg,
             )
-            self._sketch_ddp = _wrap_proxies(capture, tconfig, ddp_config, pg, cfg.sketch.rank)
+            self._sketch_ddps = [
+                _wrap_proxies(targets, tconfig, ddp_config, pg, cfg.sketch.rank)
+                for targets in capture.by_chunk
+            ]
             self.sketch = SketchDistributedOptimizer(
                 self.config,
-                sketch_ddp=self._sketch_ddp,
+                sketch_ddps=self._sketch_ddps,
                 capture=capture,
                 predictor=self.predictor,
                 optimizer=cfg.optimizer,
@@ -171,7 +174,7 @@ class Learner:
 
     @property
     def _ddps(self) -> list[DistributedDataParallel]:
-        return [*self.chunks, *([self._sketch_ddp] if self._sketch_ddp is not None else [])]
+        return [*self.chunks, *self._sketch_ddps]
 
     def zero_grad(self) -> None:
         """Zero sketches and gradients; call it before the forward-backward passes of a step."""
@@ -179,6 +182,37 @@ class Learner:
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def forward_backward(
+        self, forward_step: Callable[..., Any], batches: Sequence[Any], seq_length: int
+    ) -> list[Any]:
+        """Run micro-batches through Megatron's schedule for this layout, and reduce the gradients.
+
+        Args:
+            forward_step: called with an iterator over `batches` and a model chunk, as Megatron's
+                schedules do.
+            batches: this data-parallel rank's micro-batches, the same on all ranks of a replica.
+            seq_length: longest sequence of them; they may differ.
+
+        Returns:
+            The micro-batches' reports on the last pipeline stage; an empty list elsewhere.
+        """
+        chunks = len(self.chunks)
+        iterators = [iter(batches) for _ in self.chunks]
+        reports: list[Any] = get_forward_backward_func(
+            self.pg.pp.size(), chunks if chunks > 1 else None
+        )(
+            forward_step_func=forward_step,
+            data_iterator=iterators if chunks > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=seq_length,
+            micro_batch_size=self.cfg.train.micro_batch_size,
+            forward_only=False,
+            p2p_communicator=P2PCommunicator(self.pg.pp, self.tconfig),
+            pg_collection=self.pg,
+        )
+        return reports
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -197,12 +231,11 @@ class Learner:
         size = self.pg.dp_cp.size()
         for chunk in self.chunks:  # one reduce-scatter of each buffer
             self._sent["gradient"] += _ring_bytes([b.grad_data for b in chunk.buffers], size)
-        if self._sketch_ddp is not None:
-            self._sketch_ddp.finish_grad_sync()
-            buffers = [buffer.grad_data for buffer in self._sketch_ddp.buffers]
-            self._sent["sketch"] += _ring_bytes(buffers, size)
+        for ddp in self._sketch_ddps:
+            ddp.finish_grad_sync()
+            self._sent["sketch"] += _ring_bytes([b.grad_data for b in ddp.buffers], size)
             if num_tokens is not None:  # by now the sum over all ranks
-                self._sketch_ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
+                ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
         self._reduce_seconds = time.perf_counter() - started
 
     # --- the step ---------------------------------------------------------------------------
@@ -289,7 +322,7 @@ class Learner:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held on this rank by kind, counted from the tensors themselves."""
-        return memory.count(self.chunks, self._sketch_ddp, self.sketch, self.adam)
+        return memory.count(self.chunks, self._sketch_ddps, self.sketch, self.adam)
 
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent over data-parallel collectives since `zero_grad`, by kind.
@@ -303,8 +336,8 @@ class Learner:
     def _count_gathers(self, applied: bool, report: StepReport) -> None:
         """Add what a step has gathered."""
         size, gathered = self.pg.dp_cp.size(), []
-        if self._sketch_ddp is not None and report.direction_gathered:
-            gathered += [buffer.param_data for buffer in self._sketch_ddp.buffers]
+        if report.direction_gathered:
+            gathered += [buffer.param_data for ddp in self._sketch_ddps for buffer in ddp.buffers]
         if self.sketch is not None and applied:
             for master in self.sketch.masters:
                 gathered += [master.weight] if isinstance(master, Fp32Master) else []
@@ -320,7 +353,7 @@ class Learner:
         """State for Megatron's distributed checkpoints.
 
         Args:
-            model_sharded_state_dict: that of the model chunk, with its own tensors inside.
+            model_sharded_state_dict: that of the model chunks, with their own tensors inside.
             is_loading: whether it is a template to be filled.
         """
         state: dict[str, Any] = {
@@ -371,17 +404,17 @@ def _wrap(
 
 
 def _wrap_proxies(
-    capture: SketchCapture,
+    targets: list[Target],
     tconfig: TransformerConfig,
     ddp_config: DistributedDataParallelConfig,
     pg: ProcessGroupCollection,
     rank: int,
 ) -> DistributedDataParallel:
-    proxies = [target.proxy for target in capture.targets]
+    proxies = [target.proxy for target in targets]
     return DistributedDataParallel(
         tconfig,
         ddp_config,
-        SketchProxies(tconfig, capture.targets),
+        SketchProxies(tconfig, targets),
         pg_collection=pg,
         full_param_layout=sketch_layout(proxies, rank, pg.dp_cp.size(), ddp_config),
     )

@@ -7,9 +7,10 @@ reads weights and proxies and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -17,7 +18,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed as dist
 
 from megatron_logra.distributed import all_reduce
-from megatron_logra.model.gpt import LogitsFn, forward_head
+from megatron_logra.model.context_parallel import own_share
+from megatron_logra.model.gpt import Head, LogitsFn, forward_head
+from megatron_logra.model.stages import through_stages
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
@@ -38,18 +41,20 @@ class PredictedKL:
     """Measures steps of one model on probes.
 
     Args:
-        model: the model chunk (wrapped or not).
+        chunks: this rank's model chunks (wrapped or not).
         capture: the sketch hooks of its targets.
         temperature: softmax temperature T of the policy.
         chunk: positions whose logits exist at once.
         rows: responses in one forward pass.
-        pg: process groups. Data-parallel ranks share the responses; tensor-parallel ranks share
-            the vocabulary, of which only sums per position cross.
+        pg: process groups. Data-parallel ranks share the responses, context-parallel ranks their
+            positions; tensor-parallel ranks share
+            the vocabulary, of which only sums per position cross; pipeline stages pass hidden
+            states and their tangents on.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         capture: SketchCapture,
         *,
         temperature: float,
@@ -58,7 +63,7 @@ class PredictedKL:
         pg: ProcessGroupCollection,
     ) -> None:
         rules.install()
-        self.model = model
+        self.chunks = chunks
         self.capture = capture
         self.temperature = temperature
         self.chunk = chunk
@@ -83,12 +88,26 @@ class PredictedKL:
                         found += self._half_variance(dual.primal, dual.tangent).sum()
                 return found
 
-            with self._probing(), forward_ad.dual_level(), self.capture.tangent():
-                total += forward_head(self.model, part.tokens, part.position_ids, head)
+            with forward_ad.dual_level(), self.capture.tangent():
+                found = self._run(part, head, tangents=True)
+            if found is not None:
+                total += found
         return self._mean(total, probe)
+
+    def _run(self, part: ProbeBatch, head: Head, *, tangents: bool = False) -> Any:
+        """Run responses through the whole model; what `head` returns, None off the last stage."""
+        with self._probing():
+            return through_stages(
+                self.chunks,
+                self.pg,
+                lambda chunk: forward_head(chunk, part.tokens, part.position_ids, head),
+                (len(part.tokens), part.tokens.shape[1]),
+                tangents=tangents,
+            )
 
     def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
         """The mean over the whole probe's positions, of sums over this rank's responses."""
+        all_reduce(total, self.pg.pp)  # zero everywhere but on the last stage
         return float(all_reduce(total, self.pg.dp_cp) / probe.mask.sum())
 
     def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
@@ -114,15 +133,19 @@ class PredictedKL:
 
     @torch.no_grad()
     def hidden(self, probe: ProbeBatch) -> torch.Tensor:
-        """The last hidden states at the probe's generated positions, [n, 1, h]."""
+        """The last hidden states at the probe's generated positions, [n, 1, h].
+
+        Empty on pipeline stages that are not the last.
+        """
         parts = []
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, _: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
                 return _select(hidden, mask)
 
-            with self._probing():
-                parts.append(forward_head(self.model, part.tokens, part.position_ids, head))
+            found = self._run(part, head)
+            if found is not None:
+                parts.append(found)
         return torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
 
     @torch.no_grad()
@@ -150,8 +173,9 @@ class PredictedKL:
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
 
-            with self._probing():
-                total += forward_head(self.model, part.tokens, part.position_ids, head)
+            kl = self._run(part, head)
+            if kl is not None:
+                total += kl
         return self._mean(total, probe)
 
     def _log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -161,24 +185,27 @@ class PredictedKL:
         return scaled - (own if self.pg.tp.size() == 1 else self._log_normaliser(own))
 
     def _parts(self, probe: ProbeBatch) -> Iterator[ProbeBatch]:
-        """This data-parallel rank's responses, some at a time."""
+        """This rank's responses and positions, some responses at a time."""
         if not bool(probe.mask.any()):
             raise ValueError("the probe has no generated token")
-        own = range(self.pg.dp_cp.rank(), len(probe.tokens), self.pg.dp_cp.size())
+        own = range(self.pg.dp.rank(), len(probe.tokens), self.pg.dp.size())
         for start in range(0, len(own), self.rows):
             rows = list(own[start : start + self.rows])
             if bool(probe.mask[rows].any()):
-                yield ProbeBatch(probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
+                fields = (probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
+                yield ProbeBatch(*(own_share(field, self.pg.cp) for field in fields))
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
         """Evaluation mode: no dropout, and no recomputation (which has no forward-mode rule)."""
-        training = self.model.training
-        self.model.eval()
+        training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
         try:
             yield
         finally:
-            self.model.train(training)
+            for chunk, mode in zip(self.chunks, training, strict=True):
+                chunk.train(mode)
 
 
 def _select(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ Modules are found by name alone; nothing here knows the model's class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,15 +82,15 @@ class SketchProxies(MegatronModule):
 
 
 class SketchCapture:
-    """The hooks on all targets of a model chunk, and the projections they use.
+    """The hooks on all targets of this rank's model chunks, and the projections they use.
 
     Args:
-        model: the model chunk; the weights of its targets are frozen.
+        chunks: the model chunks; the weights of their targets are frozen.
         config: the sketch section of the configuration.
         factor_dtype: type of the proxies, to which α·D is rounded.
-        tp_group: the tensor-parallel ranks of this chunk.
+        tp_group: the tensor-parallel ranks of these chunks.
         sequence_parallel: whether activations between linears are split by positions.
-        whole_name: a module's name in the whole model, from its name in the chunk.
+        whole_name: a module's name in the whole model, from a chunk and its name there.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
@@ -98,24 +98,29 @@ class SketchCapture:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         config: SketchConfig,
         factor_dtype: torch.dtype,
         *,
         tp_group: dist.ProcessGroup,
         sequence_parallel: bool = False,
-        whole_name: Callable[[str], str] = str,
+        whole_name: Callable[[Any, str], str] = lambda _chunk, name: name,
     ) -> None:
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
-        self.targets: list[Target] = []
+        self.by_chunk: list[list[Target]] = []
         self._tangent = False
         self._whole_directions: dict[int, torch.Tensor] = {}
         columns = []
-        for name, module in _find_targets(model, config.targets):
-            target = self._attach(name, module, config, factor_dtype, whole_name)
-            first = target.columns * tp_group.rank() if target.row_parallel else 0
-            columns.append(Columns(target.name, first, first + target.columns))
+        for chunk in chunks:
+            self.by_chunk.append([])
+            for name, module in _find_targets(chunk, config.targets):
+                target = self._attach(whole_name(chunk, name), module, config, factor_dtype)
+                first = target.columns * tp_group.rank() if target.row_parallel else 0
+                columns.append(Columns(target.name, first, first + target.columns))
+                self.by_chunk[-1].append(target)
+        self.targets = [target for targets in self.by_chunk for target in targets]
+        """All of them, chunk by chunk."""
         device = self.targets[0].weight.device
         self.projections = Projections(
             columns, config.rank, config.distribution, config.seed, device
@@ -127,7 +132,6 @@ class SketchCapture:
         module: torch.nn.Module,
         config: SketchConfig,
         factor_dtype: torch.dtype,
-        whole_name: Callable[[str], str],
     ) -> Target:
         weight, tp = module.weight, self.tp_group.size()
         assert isinstance(weight, torch.nn.Parameter)
@@ -145,11 +149,9 @@ class SketchCapture:
         proxy = torch.nn.Parameter(
             torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
         )
-        module.register_forward_hook(self._hook(len(self.targets)))
+        module.register_forward_hook(self._hook(sum(map(len, self.by_chunk))))
         strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
-        target = Target(whole_name(name), weight, proxy, row_parallel, strided)
-        self.targets.append(target)
-        return target
+        return Target(name, weight, proxy, row_parallel, strided)
 
     def _hook(self, index: int) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
