@@ -69,6 +69,15 @@ class ParallelConfig(Section):
     """Expert-parallel ranks."""
     sequence: bool = False
     """Sequence parallelism; needs tensor > 1."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce sketches and gradients over data-parallel ranks while the last micro-batch's backward
+    pass still runs. Default: wherever there are several such ranks."""
+    bucket_size: int | None = Field(None, ge=1)
+    """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
+    data-parallel rank if that is more."""
+    optimizer_instances: int = Field(1, ge=1)
+    """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
+    more memory, and parameters are gathered within a group only."""
 
 
 class ScheduleConfig(Section):

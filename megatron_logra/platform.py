@@ -77,8 +77,9 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "current_device", lambda: CPU),
         # Checkpointing and timers wait for the device; the CPU is never behind.
         (torch.cuda, "synchronize", lambda device=None: None),
-        # Gradient reduction looks for events of CUDA graphs to wait for; it finds none.
-        (torch.cuda, "current_stream", lambda device=None: None),
+        # Gradient reduction has streams and events of CUDA graphs wait for each other.
+        (torch.cuda, "current_stream", lambda device=None: _NoStream()),
+        (torch.cuda, "Stream", _NoStream),
         # Gradient clipping and checkpoint loading move what they got to the device.
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
@@ -93,6 +94,15 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
     ]
+
+
+class _NoStream:
+    """A stream of the CPU, on which everything that was started is done."""
+
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
+    def wait_stream(self, _stream: _NoStream) -> None:
+        """Nothing to wait for."""
 
 
 def _torch_on_cpu() -> ModuleType:

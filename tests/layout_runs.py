@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.utils import unwrap_model
 from reference import Batch, config_for, make_batches
 from torch import distributed as dist
 from training import make_learner, probe_of
@@ -17,6 +20,7 @@ from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import forward_head
 from megatron_logra.model.parameters import EMBEDDING, named_parameters, whole_shape
 from megatron_logra.optimizer.learner import Learner
+from megatron_logra.sync.receiver import Receiver
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,56 @@ def train(
     if save is not None:
         checkpoint.save(save, first + updates, _state(learner, False), {}, keep=9)
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
+
+
+def train_watching_reductions(
+    directory: Path, sections: dict[str, Any], updates: int
+) -> tuple[Trajectory, list[tuple[int, int]]]:
+    """`train`; and of each update how many reductions began before the backward passes ended, and
+    how many there were."""
+    counts: list[tuple[int, int]] = []
+    begun = 0
+    reduce, finalize = param_and_grad_buffer.dist_reduce_scatter_func, Learner._finalize_grads
+
+    def reducing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return reduce(*args, **kwargs)
+
+    def finalizing(*args: Any, **kwargs: Any) -> None:
+        nonlocal begun
+        before = begun
+        finalize(*args, **kwargs)
+        counts.append((before, begun))
+        begun = 0
+
+    with (
+        mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reducing),
+        mock.patch.object(Learner, "_finalize_grads", finalizing),
+    ):
+        return train(directory, sections, updates), counts
+
+
+def reduced_sketches(
+    directory: Path, sections: dict[str, Any], batches: list[Batch]
+) -> dict[str, tuple[torch.Tensor, bool, int]]:
+    """The sketch of all batches on this tensor-parallel rank, [d/tp, r], by the weight's name.
+
+    Each data-parallel rank gives the rows it owns. With it: whether the target is row-parallel, and
+    how many parts of the rows the rank holds.
+    """
+    cfg = config_for(directory, **sections)
+    learner = make_learner(cfg, distributed.initialize(cfg.parallel, 0))
+    backward(learner, batches)
+    sketch = learner.sketch
+    assert sketch is not None
+    found = {}
+    for target, span in zip(sketch.capture.targets, sketch._spans, strict=True):
+        own = torch.zeros_like(target.sketch)
+        own[span] = target.sketch[span]
+        dist.all_reduce(own, group=learner.pg.intra_dp_cp)
+        found[f"{target.name}.weight"] = (own, target.row_parallel, target.strided)
+    return found
 
 
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
@@ -127,10 +181,11 @@ def backward(learner: Learner, batches: list[Batch]) -> None:
 
 
 @torch.no_grad()
-def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
+def whole_weights(learner: Learner | Receiver) -> dict[str, torch.Tensor]:
     """All parameters of the whole model by name, fp32, gathered from the ranks."""
     tp, found = learner.pg.tp, {}
-    own = (pair for chunk in learner.chunks for pair in named_parameters(chunk.module))
+    chunks = unwrap_model(list(learner.chunks))
+    own = (pair for chunk in chunks for pair in named_parameters(chunk))
     for name, parameter in own:
         whole = parameter.detach().float().contiguous()
         if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -144,7 +199,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
         found[name] = whole[:rows]
     stages: list[dict[str, torch.Tensor]] = [{}] * learner.pg.pp.size()
     dist.all_gather_object(stages, found, group=learner.pg.pp)
-    if learner.chunks[0].module.share_embeddings_and_output_weights and len(stages) > 1:
+    if chunks[0].share_embeddings_and_output_weights and len(stages) > 1:
         copy = stages[-1].pop("output_layer.weight")
         assert torch.equal(copy, stages[0][EMBEDDING]), "the copies of a tied weight differ"
     return {name: weight for stage in stages for name, weight in stage.items()}

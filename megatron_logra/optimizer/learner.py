@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_logra import distributed, memory
+from megatron_logra import data_parallel, distributed, memory
 from megatron_logra.config import Config, ScheduleConfig
 from megatron_logra.model.parameters import whole_name
 from megatron_logra.optimizer.adam_state import allow_loading
@@ -115,9 +115,7 @@ class Learner:
             if not train_others:
                 for chunk in chunks:
                     chunk.requires_grad_(False)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
-        )
+        ddp_config = data_parallel.ddp_config(cfg.parallel, pg.dp_cp.size())
         # With all weights frozen it has no buffers; Megatron's schedule wants it all the same.
         self.chunks = [_wrap(chunk, tconfig, ddp_config, pg) for chunk in chunks]
         self.config = _optimizer_config(cfg)
@@ -141,6 +139,9 @@ class Learner:
                 _wrap_proxies(targets, tconfig, ddp_config, pg, cfg.sketch.rank)
                 for targets in capture.by_chunk
             ]
+            if ddp_config.overlap_grad_reduce:
+                # Proxies are not in the graph, so DDP's own hooks on them never fire.
+                capture.sketch_ready = data_parallel.start_reductions(self._sketch_ddps)
             self.sketch = SketchDistributedOptimizer(
                 self.config,
                 sketch_ddps=self._sketch_ddps,
@@ -228,12 +229,14 @@ class Learner:
         """Reduce gradients and sketches, and divide both by the global batch's tokens."""
         started = time.perf_counter()
         finalize_model_grads(model, num_tokens, **kwargs)
-        size = self.pg.dp_cp.size()
-        for chunk in self.chunks:  # one reduce-scatter of each buffer
-            self._sent["gradient"] += _ring_bytes([b.grad_data for b in chunk.buffers], size)
+        sizes = self.pg.intra_dp_cp.size(), self.cfg.parallel.optimizer_instances
+        for chunk in self.chunks:
+            buffers = [buffer.grad_data for buffer in chunk.buffers]
+            self._sent["gradient"] += data_parallel.reduce_bytes(buffers, *sizes)
         for ddp in self._sketch_ddps:
             ddp.finish_grad_sync()
-            self._sent["sketch"] += _ring_bytes([b.grad_data for b in ddp.buffers], size)
+            buffers = [buffer.grad_data for buffer in ddp.buffers]
+            self._sent["sketch"] += data_parallel.reduce_bytes(buffers, *sizes)
             if num_tokens is not None:  # by now the sum over all ranks
                 ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
         self._reduce_seconds = time.perf_counter() - started
@@ -327,15 +330,16 @@ class Learner:
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent over data-parallel collectives since `zero_grad`, by kind.
 
-        gradient, sketch: reduce-scatters of the fp32 buffers. parameter: all-gathers of directions
-        in the factor type, of the bf16 weights of sharded masters, and of parameters that Adam
-        trains. A collective over n ranks counts as in a ring, (n - 1)/n of its buffer.
+        gradient, sketch: reduce-scatters of the fp32 buffers, and all-reduces of each rank's share
+        over optimizer instances. parameter: all-gathers of directions in the factor type, of the
+        bf16 weights of sharded masters, and of parameters that Adam trains. A reduce-scatter or
+        all-gather over n ranks counts as in a ring, (n - 1)/n of its buffer.
         """
         return dict(self._sent)
 
     def _count_gathers(self, applied: bool, report: StepReport) -> None:
         """Add what a step has gathered."""
-        size, gathered = self.pg.dp_cp.size(), []
+        size, gathered = self.pg.intra_dp_cp.size(), []
         if report.direction_gathered:
             gathered += [buffer.param_data for ddp in self._sketch_ddps for buffer in ddp.buffers]
         if self.sketch is not None and applied:
@@ -343,7 +347,7 @@ class Learner:
                 gathered += [master.weight] if isinstance(master, Fp32Master) else []
         if self.adam is not None and applied:
             gathered += [buffer.param_data for chunk in self.chunks for buffer in chunk.buffers]
-        self._sent["parameter"] += _ring_bytes(gathered, size)
+        self._sent["parameter"] += data_parallel.gather_bytes(gathered, size)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -395,8 +399,9 @@ def _wrap(
     pg: ProcessGroupCollection,
 ) -> DistributedDataParallel:
     parameters = [p for p in model.parameters() if p.requires_grad]
+    bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
     layout = DistributedOptimizer.compute_full_param_layout(
-        parameters, None, pg.dp_cp.size(), ddp_config
+        parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config
     )
     return DistributedDataParallel(
         tconfig, ddp_config, model, pg_collection=pg, full_param_layout=layout
@@ -411,12 +416,14 @@ def _wrap_proxies(
     rank: int,
 ) -> DistributedDataParallel:
     proxies = [target.proxy for target in targets]
+    bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
+    layout = sketch_layout(proxies, rank, pg.intra_dp_cp.size(), ddp_config, bucket_size)
     return DistributedDataParallel(
         tconfig,
         ddp_config,
         SketchProxies(tconfig, targets),
         pg_collection=pg,
-        full_param_layout=sketch_layout(proxies, rank, pg.dp_cp.size(), ddp_config),
+        full_param_layout=layout,
     )
 
 
@@ -457,11 +464,6 @@ def _scheduler(
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
-
-
-def _ring_bytes(buffers: list[torch.Tensor], size: int) -> int:
-    """Bytes that one of `size` ranks sends in a ring to reduce-scatter or all-gather `buffers`."""
-    return sum(buffer.numel() * buffer.element_size() * (size - 1) // size for buffer in buffers)
 
 
 def _finite(ddp: DistributedDataParallel) -> bool:

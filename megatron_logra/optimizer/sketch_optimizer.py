@@ -56,6 +56,8 @@ class StepReport:
     """Whether the ranks have exchanged their rows of D."""
     probe_seconds: float = 0.0
     """Time of the prediction."""
+    decay: float = 1.0
+    """By which the weights were multiplied before the step."""
 
 
 class SketchDistributedOptimizer(DistributedOptimizer):
@@ -63,8 +65,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
 
     Args:
         config: Megatron's optimizer configuration; `clip_grad` counts in mode `lr` only.
-        sketch_ddp: Megatron's DDP over the chunk's `SketchProxies`.
-        capture: the hooks, targets and projections of the chunk.
+        sketch_ddps: Megatron's DDP over the `SketchProxies` of each of this rank's model chunks.
+        capture: the hooks, targets and projections of the chunks.
         predictor: measures the predicted KL; unused in mode `lr`.
         optimizer: the optimizer section of the configuration.
         sketch: its sketch section.
@@ -100,10 +102,10 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             lambda *_: None,  # no state in the inner optimizer
             model_chunks=sketch_ddps,
             per_model_buffers={i: ddp.buffers for i, ddp in enumerate(sketch_ddps)},
-            data_parallel_group=pg.dp_cp,
+            data_parallel_group=pg.intra_dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
-            distributed_optimizer_instance_id=0,
+            distributed_optimizer_instance_id=pg.dp_cp.rank() // pg.intra_dp_cp.size(),
         )
         self.grad_stats_parallel_group = pg.intra_dist_opt
         self.tp_group = pg.tp
@@ -124,7 +126,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             for target, span in zip(capture.targets, self._spans, strict=True)
         ]
         self.masters = [
-            master_weight(target.weight, optimizer.master, pg.dp_cp) for target in capture.targets
+            master_weight(target.weight, optimizer.master, pg.intra_dp_cp)
+            for target in capture.targets
         ]
         self._new_moments: list[torch.Tensor] = []
         self._copy_model_grads_to_main_grads()
@@ -224,7 +227,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             beta2=settings.beta2,
             eps=settings.eps,
             step=self.update + 1,
-            reduce_sums=lambda sums: all_reduce(sums, self.pg.tp_dp_cp),
+            # The ranks that together hold a layer's rows once.
+            reduce_sums=lambda sums: all_reduce(all_reduce(sums, self.pg.intra_dp_cp), self.pg.tp),
         )
         for s, factor in zip(sketches, factors, strict=True):
             s.mul_(factor.unsqueeze(1))
@@ -298,11 +302,13 @@ class SketchDistributedOptimizer(DistributedOptimizer):
     def _apply(self, scale: float, *, decay: float) -> None:
         """W ← decay·W - F A with F = scale·D rounded to the wire type, the same on every holder."""
         projections = self.capture.projections
+        self.report.decay = decay
         for index, (target, master) in enumerate(
             zip(self.capture.targets, self.masters, strict=True)
         ):
             # The same numbers on every rank: rounded after scaling, before applying.
             rounded = (self.capture.direction(index).float() * scale).to(target.proxy.dtype)
+            self.capture.keep_applied(index, rounded)
             factor = rounded.float().mul_(projections.scale)
             master.update(factor, projections.transposed(index, torch.float32), decay)
         self.capture.release_directions()
@@ -360,7 +366,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         span = self._spans[index]
         moment = torch.zeros(self.capture.targets[index].rows, device=self.moments[index].device)
         moment[span] = self.moments[index]
-        return all_reduce(moment, self.pg.dp_cp)
+        return all_reduce(moment, self.pg.intra_dp_cp)
 
     def _pieces(
         self, name: str, target: Target, value: torch.Tensor, is_loading: bool

@@ -7,10 +7,10 @@ tensors without memory; tensor-parallel ranks hold equal parts.
 from __future__ import annotations
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
+from megatron_logra import data_parallel
 from megatron_logra.config import Config
 from megatron_logra.memory import KINDS
 from megatron_logra.optimizer.master_weights import master_bytes
@@ -19,7 +19,6 @@ from megatron_logra.sketch.layout import sketch_layout
 from megatron_logra.sketch.projection import projection_bytes
 
 _DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_DDP = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
 def static_memory(
@@ -54,7 +53,11 @@ class StageBuffers:
         self.cfg = model.cfg
         self.stage = stage
         self.tensor = model.layout.tensor
-        self.shards = model.layout.shards
+        self.instances = model.cfg.parallel.optimizer_instances
+        self.shards = model.layout.shards // self.instances
+        """Ranks over which the optimizer state is divided."""
+        self._ddp = data_parallel.ddp_config(model.cfg.parallel, model.layout.shards)
+        self._bucket_size = data_parallel.bucket_size(self._ddp, stage.number)
         self.gradients = [self._dense_layout(c) for c in stage.chunks if c.trained]
         """Megatron's buffers of the weights that Adam trains, one a model chunk."""
         self.sketches = [self._sketch_layout(c) for c in stage.chunks if c.targets]
@@ -97,7 +100,7 @@ class StageBuffers:
             # Two fp32 moments for each number of Adam's; one for each row of a sketch.
             sizes["optimizer"] = 8 * trained + 4 * (sketched // cfg.sketch.rank)
             found.append(sizes | {"static": sum(sizes.values())})
-        return found
+        return found * self.instances
 
     def _master_elements(self, shard: int) -> int:
         """Elements of targets whose fp32 value this rank completes (see `master_weights`)."""
@@ -112,14 +115,16 @@ class StageBuffers:
     def _dense_layout(self, chunk: Chunk) -> PerBufferParamLayout:
         tensors = _meta(chunk.trained, _DTYPE[self.cfg.train.precision])
         return _only_buffer(
-            DistributedOptimizer.compute_full_param_layout(tensors, None, self.shards, _DDP)
+            DistributedOptimizer.compute_full_param_layout(
+                tensors, self._bucket_size, self.shards, self._ddp
+            )
         )
 
     def _sketch_layout(self, chunk: Chunk) -> PerBufferParamLayout:
         rank = self.cfg.sketch.rank
         proxies = [Shape(s.name, (sketch_rows(s, self.tensor), rank)) for s in chunk.targets]
         tensors = _meta(proxies, _DTYPE[self.cfg.step_control.factor_dtype])
-        return _only_buffer(sketch_layout(tensors, rank, self.shards, _DDP))
+        return _only_buffer(sketch_layout(tensors, rank, self.shards, self._ddp, self._bucket_size))
 
 
 def sketch_rows(target: Shape, tensor: int) -> int:

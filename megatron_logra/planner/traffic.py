@@ -8,6 +8,7 @@ activation; the rest is named as in `estimates`.
     data/reduce_scatter/gradients     4 · buffer of the weights that Adam trains
     data/all_gather/parameters        e · the same buffer
     data/reduce_scatter/sketches      4 · sketch buffer, d·r numbers a target
+    data/all_reduce/*                 a rank's share of either, over optimizer instances
     data/all_gather/directions        bytes of `factor_dtype` · sketch buffer
     data/all_gather/master_rows       e · targets' weights, if bf16 masters are sharded
     tensor/*/activations              N·h·e at both ends of attention and MLP, forward and backward
@@ -77,8 +78,10 @@ class _Count:
 
     def data(self) -> None:
         """Gradients, sketches and what is made of them."""
-        ranks, buffers = self.layout.shards, self.buffers
+        ranks, buffers = self.buffers.shards, self.buffers
         dense, sketches = buffers.gradient_elements, buffers.sketch_elements
+        for what, elements in (("gradients", dense), ("sketches", sketches)):
+            self.add("data", "all_reduce", what, 4 * elements / ranks, buffers.instances)
         self.add("data", "reduce_scatter", "gradients", 4 * dense, ranks)
         self.add("data", "all_gather", "parameters", self.bytes * dense, ranks)
         self.add("data", "reduce_scatter", "sketches", 4 * sketches, ranks)

@@ -27,11 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -91,6 +91,8 @@ class SketchCapture:
         tp_group: the tensor-parallel ranks of these chunks.
         sequence_parallel: whether activations between linears are split by positions.
         whole_name: a module's name in the whole model, from a chunk and its name there.
+        with_proxies: False where weights are only moved, and nothing is captured: the proxies then
+            have a shape but no memory.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
@@ -105,10 +107,14 @@ class SketchCapture:
         tp_group: dist.ProcessGroup,
         sequence_parallel: bool = False,
         whole_name: Callable[[Any, str], str] = lambda _chunk, name: name,
+        with_proxies: bool = True,
     ) -> None:
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
         self.by_chunk: list[list[Target]] = []
+        self._proxy_device = None if with_proxies else torch.device("meta")
+        self.sketch_ready: Callable[[torch.nn.Parameter], None] = lambda proxy: None
+        """Called with a target's proxy after each micro-batch has been added to its sketch."""
         self._tangent = False
         self._whole_directions: dict[int, torch.Tensor] = {}
         columns = []
@@ -122,6 +128,8 @@ class SketchCapture:
         self.targets = [target for targets in self.by_chunk for target in targets]
         """All of them, chunk by chunk."""
         device = self.targets[0].weight.device
+        # What makes a linear's output ask for a gradient, where nothing before it is trained.
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
         self.projections = Projections(
             columns, config.rank, config.distribution, config.seed, device
         )
@@ -147,13 +155,18 @@ class SketchCapture:
             raise UserError(f"parallel.tensor: {tp} does not divide the {d} rows of layer {name}")
         weight.requires_grad_(False)
         proxy = torch.nn.Parameter(
-            torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
+            torch.zeros(
+                (d // tp, config.rank),
+                dtype=factor_dtype,
+                device=self._proxy_device or weight.device,
+            )
         )
-        module.register_forward_hook(self._hook(sum(map(len, self.by_chunk))))
+        hook = self._hook(sum(map(len, self.by_chunk)), _bias_without_gradient(module))
+        module.register_forward_hook(hook)
         strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
         return Target(name, weight, proxy, row_parallel, strided)
 
-    def _hook(self, index: int) -> Any:
+    def _hook(self, index: int, bias: torch.nn.Parameter | None) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             if not self._tangent and not torch.is_grad_enabled():
                 return None  # generation, evaluation, or the first pass of recomputation
@@ -162,9 +175,8 @@ class SketchCapture:
                 linear_output = self._add_tangent(index, inputs[0], linear_output)
             else:
                 projected = self._project(index, inputs[0])
-                linear_output = _Capture.apply(
-                    linear_output, projected, self.targets[index].proxy, self, index
-                )
+                leaf = self._anchor if bias is None or not bias.requires_grad else bias
+                linear_output = _Capture.apply(linear_output, projected, leaf, self, index)
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
 
         return hook
@@ -216,6 +228,16 @@ class SketchCapture:
                 dist.all_gather_into_tensor(whole, target.proxy.detach(), group=self.tp_group)
                 self._whole_directions[index] = whole
 
+    def keep_applied(self, index: int, factor: torch.Tensor) -> None:
+        """Leave in the proxy the rows of α·D that it has, as they are applied to the weights.
+
+        Args:
+            factor: as from `direction`, in the factor's type.
+        """
+        target = self.targets[index]
+        first = target.rows * self.tp_group.rank() if target.row_parallel else 0
+        target.proxy.data.copy_(factor[first : first + target.rows])
+
     def release_directions(self) -> None:
         """Free what `gather_directions` collected."""
         self._whole_directions.clear()
@@ -245,27 +267,31 @@ class SketchCapture:
 
 
 class _Capture(torch.autograd.Function):
-    """Identity on a linear's output whose backward adds dYᵀ P to the sketch."""
+    """Identity on a linear's output whose backward adds dYᵀ P to the sketch.
+
+    `leaf` is the linear's bias, if its gradient is missing without this; else an empty tensor.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         output: torch.Tensor,
         projected: torch.Tensor,
-        proxy: torch.nn.Parameter,
+        leaf: torch.Tensor,
         capture: SketchCapture,
         index: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(projected)
-        ctx.capture, ctx.index = capture, index
+        ctx.capture, ctx.index, ctx.is_bias = capture, index, leaf.numel() > 0
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (projected,) = ctx.saved_tensors
-        ctx.capture.accumulate(ctx.index, grad_output.flatten(0, -2), projected.flatten(0, -2))
-        ctx.capture.targets[ctx.index].proxy.grad_added_to_main_grad = True
-        return grad_output, None, None, None, None
+        rows = grad_output.flatten(0, -2)
+        ctx.capture.accumulate(ctx.index, rows, projected.flatten(0, -2))
+        ctx.capture.sketch_ready(ctx.capture.targets[ctx.index].proxy)
+        return grad_output, None, rows.sum(0) if ctx.is_bias else None, None, None
 
 
 def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch.Tensor) -> None:
@@ -275,6 +301,13 @@ def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch
         total.add_(torch.mm(grad.t(), projected, out_dtype=total.dtype))
     else:
         total.addmm_(grad.t().to(total.dtype), projected.to(total.dtype))
+
+
+def _bias_without_gradient(module: torch.nn.Module) -> torch.nn.Parameter | None:
+    """The bias that a linear adds itself: Megatron's gives it no gradient under a frozen weight."""
+    if not isinstance(module, ColumnParallelLinear) or module.skip_bias_add:
+        return None
+    return cast(torch.nn.Parameter | None, module.bias)
 
 
 # Matrices that cannot be sketched: the one is looked up and not multiplied; the other serves pieces
