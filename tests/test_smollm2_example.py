@@ -61,6 +61,7 @@ def test_a_step_is_trained_exported_and_evaluated_with_transformers(
         *("algorithm.failure_reward=-1.0", "rollout.sampling.stop=[]", "train.seq_length=256"),
         *("eval.problems=3", "eval.samples=2", f"logging.run_dir={run_dir}"),
         *("rollout.sampling.max_tokens=12", "logging.tensorboard=false"),
+        *("eval.at_start=false", "eval.at_end=false"),
     ]
     assert cli.main(["train", str(CONFIG), *overrides]) == 0
     exported = tmp_path / "exported"
