@@ -8,8 +8,8 @@ reads weights and proxies and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed as dist
 
 from megatron_logra.distributed import all_reduce
-from megatron_logra.model.gpt import LogitsFn, forward_head
+from megatron_logra.model.gpt import Head, LogitsFn, forward_head
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
@@ -83,8 +83,8 @@ class PredictedKL:
                         found += self._half_variance(dual.primal, dual.tangent).sum()
                 return found
 
-            with self._probing(), forward_ad.dual_level(), self.capture.tangent():
-                total += forward_head(self.model, part.tokens, part.position_ids, head)
+            with forward_ad.dual_level(), self.capture.tangent():
+                total += self._run(part, head)
         return self._mean(total, probe)
 
     def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
@@ -121,8 +121,7 @@ class PredictedKL:
             def head(hidden: torch.Tensor, _: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
                 return _select(hidden, mask)
 
-            with self._probing():
-                parts.append(forward_head(self.model, part.tokens, part.position_ids, head))
+            parts.append(self._run(part, head))
         return torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
 
     @torch.no_grad()
@@ -150,8 +149,7 @@ class PredictedKL:
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
 
-            with self._probing():
-                total += forward_head(self.model, part.tokens, part.position_ids, head)
+            total += self._run(part, head)
         return self._mean(total, probe)
 
     def _log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -170,13 +168,15 @@ class PredictedKL:
             if bool(probe.mask[rows].any()):
                 yield ProbeBatch(probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
 
-    @contextmanager
-    def _probing(self) -> Iterator[None]:
-        """Evaluation mode: no dropout, and no recomputation (which has no forward-mode rule)."""
+    def _run(self, part: ProbeBatch, head: Head) -> Any:
+        """Run the model over `part` with `head` on its last hidden states; returns head's result.
+
+        In evaluation mode: no dropout, and no recomputation (which has no forward-mode rule).
+        """
         training = self.model.training
         self.model.eval()
         try:
-            yield
+            return forward_head(self.model, part.tokens, part.position_ids, head)
         finally:
             self.model.train(training)
 
