@@ -1,25 +1,49 @@
 """Predicted and realised KL of a step on a few probe responses (method, section 4).
 
-The prediction is one forward-mode pass: with ż the derivative of the logits along the whole
-proposed update, KL(p_θ ‖ p_θ+Δ) ≈ ½ Var_p(ż/T), averaged over the probe's generated positions. It
-reads weights and proxies and writes nothing.
+With ż the derivative of the logits along the whole proposed update, KL(p_θ ‖ p_θ+Δ) ≈ ½ Var_p(ż/T),
+averaged over the probe's generated positions. There are two ways to ż; neither writes a weight:
+
+- `forward_ad`: one forward-mode pass, by the rules of `optimizer.forward_ad`. Where the model's own
+  layers have no rules and are Transformer Engine's, through a twin of local layers (`model.twin`).
+- `finite_difference`: two passes with the low-rank update as a side path of length ±ε in every
+  target. The last hidden states' half difference is ε times their derivative up to O(ε³), and the
+  output layer is differentiated exactly, so that no small difference of rounded logits is taken.
+  ½ Var_p of that is the KL at ε; the KL at 1 is 1/ε² of it. ε is chosen such that the KL at ε is
+  near `AIM`: far above rounding noise, which does not shrink with ε, and far below where the O(ε²)
+  error counts. It starts from the KL that is expected, and is corrected if that was far off.
+
+The prediction is of the targets' update alone: where non-targets are trained by Adam, their part of
+the step is in the realised KL only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed as dist
 
+from megatron_logra import distributed
 from megatron_logra.distributed import all_reduce
+from megatron_logra.errors import UserError
 from megatron_logra.model.gpt import Head, LogitsFn, forward_head
+from megatron_logra.model.twin import is_transformer_engine, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
+
+AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+"""KL at which finite differences are taken, nats per token, by the activations' type."""
+BAND = 4.0
+"""Factor by which the KL at ε may miss `AIM` without another try."""
+TRIES = 6
+
+Estimator = Literal["auto", "forward_ad", "finite_difference"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,21 @@ class ProbeBatch:
     mask: torch.Tensor
     """[b, s] bool: positions whose next token was generated."""
 
+    def require_tokens(self) -> None:
+        """Raise `ValueError` if no position carries loss."""
+        if not bool(self.mask.any()):
+            raise ValueError("the probe has no generated token: no position to measure the KL at")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a policy's distributions on a probe can be made from once the weights have changed."""
+
+    hidden: torch.Tensor
+    """This rank's last hidden states at the probe's generated positions, [n, 1, h]."""
+    output_weight: torch.Tensor | None
+    """A copy of the output layer's weight, if it is trained."""
+
 
 class PredictedKL:
     """Measures steps of one model on probes.
@@ -43,6 +82,8 @@ class PredictedKL:
         temperature: softmax temperature T of the policy.
         chunk: positions whose logits exist at once.
         rows: responses in one forward pass.
+        max_tokens: positions in one forward pass, unless a single response has more.
+        estimator: how to predict; `auto` takes forward mode where every function has a rule.
         pg: process groups. Data-parallel ranks share the responses; tensor-parallel ranks share
             the vocabulary, of which only sums per position cross.
     """
@@ -55,37 +96,146 @@ class PredictedKL:
         temperature: float,
         chunk: int,
         rows: int,
+        max_tokens: int,
+        estimator: Estimator,
         pg: ProcessGroupCollection,
     ) -> None:
-        rules.install()
         self.model = model
         self.capture = capture
         self.temperature = temperature
         self.chunk = chunk
         self.rows = rows
+        self.max_tokens = max_tokens
+        self.wanted = estimator
+        self.estimator: Estimator = "auto"
+        """The one in use; `auto` until the first prediction has decided."""
+        self.reason = ""
+        """Why it is in use."""
         self.pg = pg
+        self._twin: torch.nn.Module | None = None
 
     @torch.no_grad()
-    def predict(self, probe: ProbeBatch) -> float:
+    def predict(self, probe: ProbeBatch, expected: float) -> float:
         """Predicted KL, nats per token, of the step W ← W - D A with D in the proxies.
+
+        Args:
+            probe: where to predict it.
+            expected: what it will be, roughly; finite differences begin there.
 
         Raises:
             ValueError: the probe has no generated position.
+            UserError: forward mode is asked for, and a function has no rule.
         """
-        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
+        probe.require_tokens()
+        if self.estimator == "auto":
+            self._choose_estimator(probe)
+        if self.estimator == "forward_ad":
+            return self._by_forward_mode(probe)
+        return self._by_differences(probe, expected)
+
+    def _by_forward_mode(self, probe: ProbeBatch) -> float:
+        total = self._nothing(probe)
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                found = torch.zeros((), dtype=torch.float64, device=hidden.device)
-                for positions in _select(hidden, mask).split(self.chunk):
-                    dual = forward_ad.unpack_dual(logits_fn(positions))
-                    if dual.tangent is not None:
-                        found += self._half_variance(dual.primal, dual.tangent).sum()
-                return found
+                return self._half_variances(_select(hidden, mask).split(self.chunk), logits_fn)
 
-            with forward_ad.dual_level(), self.capture.tangent():
+            with rules.forward_mode(), self.capture.tangent():
                 total += self._run(part, head)
         return self._mean(total, probe)
+
+    def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
+        aim = AIM[self.capture.targets[0].weight.dtype]
+        step = math.sqrt(aim / expected)
+        for _ in range(TRIES):
+            found = self._at(probe, step)
+            if not math.isfinite(found) or aim / BAND <= found <= aim * BAND:
+                break
+            if found == 0:  # nothing moves, or what moved was rounded away
+                step *= 100
+            else:
+                step *= min(100.0, math.sqrt(aim / found))
+        return found / step**2
+
+    def _at(self, probe: ProbeBatch, step: float) -> float:
+        """½ Var_p(ε ż/T) by differences over ±ε, nats per token."""
+        total = self._nothing(probe)
+        for part in self._parts(probe):
+
+            def pick(hidden: torch.Tensor, _: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                return _select(hidden, mask)
+
+            with self.capture.side_path(step):
+                ahead = self._run(part, pick)
+
+            def head(  # type: ignore[no-untyped-def]
+                hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, ahead=ahead
+            ) -> torch.Tensor:
+                behind = _select(hidden, mask)
+                pairs = zip(ahead.split(self.chunk), behind.split(self.chunk), strict=True)
+                duals = (forward_ad.make_dual((a + b) / 2, (a - b) / 2) for a, b in pairs)
+                with rules.forward_mode():
+                    return self._half_variances(duals, logits_fn)
+
+            with self.capture.side_path(-step):
+                total += self._run(part, head)
+        return self._mean(total, probe)
+
+    def _half_variances(self, hidden: Iterable[torch.Tensor], logits_fn: LogitsFn) -> torch.Tensor:
+        """Σ ½ Var_p(ż/T) over positions; hidden states [n, 1, h] with tangents, in pieces."""
+        found: torch.Tensor | float = 0.0
+        for piece in hidden:
+            dual = forward_ad.unpack_dual(logits_fn(piece))
+            if dual.tangent is None:
+                raise rules.MissingRule("the output layer loses forward mode's tangent")
+            found = found + self._half_variance(dual.primal, dual.tangent).sum()
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    # --- which estimator --------------------------------------------------------------------
+
+    def _choose_estimator(self, probe: ProbeBatch) -> None:
+        """Settle on an estimator, the same on all ranks, by trying forward mode on a few tokens."""
+        if self.wanted == "finite_difference":
+            self.estimator, self.reason = "finite_difference", "as configured"
+            return
+        lack = self._lack_of_rules(probe)
+        through = ""
+        if lack and is_transformer_engine(self.model):
+            self._twin = local_twin(self.model)
+            self.capture.follow(self._twin)
+            lack, through = self._lack_of_rules(probe), " through local layers"
+        if not lack:
+            self.estimator, self.reason = "forward_ad", f"every function has a rule{through}"
+        elif self.wanted == "forward_ad":
+            raise UserError(
+                f"step_control.estimator=forward_ad: {lack}; expected auto or finite_difference"
+            )
+        else:
+            self.estimator, self.reason = "finite_difference", lack
+
+    def _lack_of_rules(self, probe: ProbeBatch) -> str:
+        """What forward mode lacks on any rank; empty if nothing."""
+        count = self.pg.tp.size()  # sequence parallelism divides the positions
+        few = ProbeBatch(
+            probe.tokens[:1, :count], probe.position_ids[:1, :count], probe.mask[:1, :count]
+        )
+
+        def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
+            return self._half_variances([hidden[:1]], logits_fn)
+
+        lack = ""
+        try:
+            with rules.forward_mode(), self.capture.tangent():
+                self._run(few, head)
+        except rules.MissingRule as error:
+            lack = str(error)
+        return next((found for found in distributed.each(lambda: lack) if found), "")
+
+    # --- sums over positions ----------------------------------------------------------------
+
+    def _nothing(self, probe: ProbeBatch) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
 
     def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
         """The mean over the whole probe's positions, of sums over this rank's responses."""
@@ -112,9 +262,11 @@ class PredictedKL:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.pg.tp)
         return largest + all_reduce((own - largest).exp(), self.pg.tp).log()
 
+    # --- realised KL ------------------------------------------------------------------------
+
     @torch.no_grad()
-    def hidden(self, probe: ProbeBatch) -> torch.Tensor:
-        """The last hidden states at the probe's generated positions, [n, 1, h]."""
+    def remember(self, probe: ProbeBatch) -> Policy:
+        """What `realised` needs of the policy as it is now."""
         parts = []
         for part in self._parts(probe):
 
@@ -122,29 +274,29 @@ class PredictedKL:
                 return _select(hidden, mask)
 
             parts.append(self._run(part, head))
-        return torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
+        hidden = torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
+        weight = self._output_weight()
+        return Policy(hidden, weight.detach().clone() if weight.requires_grad else None)
 
     @torch.no_grad()
-    def realised(self, probe: ProbeBatch, old_hidden: torch.Tensor) -> float:
-        """Exact KL(old ‖ new), nats per token, from hidden states kept before the step.
-
-        The output layer must be the same before and after the step, as it is where non-targets
-        are frozen and it is no target.
-        """
-        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
+    def realised(self, probe: ProbeBatch, old: Policy) -> float:
+        """Exact KL(old ‖ new), nats per token, from what was kept before the step."""
+        total = self._nothing(probe)
         done = 0
         for part in self._parts(probe):
             count = int(part.mask.sum())
-            old = old_hidden[done : done + count]
+            kept = old.hidden[done : done + count]
             done += count
 
-            def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, old=old):  # type: ignore[no-untyped-def]
+            def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, kept=kept):  # type: ignore[no-untyped-def]
                 found = torch.zeros((), dtype=torch.float64, device=hidden.device)
                 pairs = zip(
-                    old.split(self.chunk), _select(hidden, mask).split(self.chunk), strict=True
+                    kept.split(self.chunk), _select(hidden, mask).split(self.chunk), strict=True
                 )
                 for before, after in pairs:
-                    old_logprobs = self._log_softmax(logits_fn(before))
+                    with self._output_weight_as(old.output_weight):
+                        old_logits = logits_fn(before)
+                    old_logprobs = self._log_softmax(old_logits)
                     new_logprobs = self._log_softmax(logits_fn(after))
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
@@ -152,33 +304,57 @@ class PredictedKL:
             total += self._run(part, head)
         return self._mean(total, probe)
 
+    def _output_weight(self) -> torch.nn.Parameter:
+        model: Any = getattr(self.model, "module", self.model)
+        if model.share_embeddings_and_output_weights:
+            return model.shared_embedding_or_output_weight()
+        return model.output_layer.weight
+
+    @contextmanager
+    def _output_weight_as(self, values: torch.Tensor | None) -> Iterator[None]:
+        """Within: the output layer uses other values, if any; none are written."""
+        weight = self._output_weight()
+        own = weight.data
+        weight.data = own if values is None else values
+        try:
+            yield
+        finally:
+            weight.data = own
+
     def _log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         # In float64: a step's KL of 1e-5 is a difference of numbers of order 1.
         scaled = logits.double() / self.temperature
         own = scaled.logsumexp(dim=-1, keepdim=True)
         return scaled - (own if self.pg.tp.size() == 1 else self._log_normaliser(own))
 
+    # --- running the model ------------------------------------------------------------------
+
     def _parts(self, probe: ProbeBatch) -> Iterator[ProbeBatch]:
-        """This data-parallel rank's responses, some at a time."""
-        if not bool(probe.mask.any()):
-            raise ValueError("the probe has no generated token")
-        own = range(self.pg.dp_cp.rank(), len(probe.tokens), self.pg.dp_cp.size())
-        for start in range(0, len(own), self.rows):
-            rows = list(own[start : start + self.rows])
-            if bool(probe.mask[rows].any()):
-                yield ProbeBatch(probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
+        """This data-parallel rank's responses, some at a time, without what comes after them."""
+        probe.require_tokens()
+        own = list(range(self.pg.dp_cp.rank(), len(probe.tokens), self.pg.dp_cp.size()))
+        own = [row for row in own if bool(probe.mask[row].any())]
+        if not own:
+            return
+        last = int(probe.mask[own].any(dim=0).nonzero().max()) + 1
+        multiple = self.pg.tp.size() if self.capture.sequence_parallel else 1
+        length = -(-last // multiple) * multiple
+        rows = max(1, min(self.rows, self.max_tokens // length))
+        for start in range(0, len(own), rows):
+            place = own[start : start + rows], slice(0, length)
+            yield ProbeBatch(probe.tokens[place], probe.position_ids[place], probe.mask[place])
 
     def _run(self, part: ProbeBatch, head: Head) -> Any:
         """Run the model over `part` with `head` on its last hidden states; returns head's result.
 
         In evaluation mode: no dropout, and no recomputation (which has no forward-mode rule).
         """
-        training = self.model.training
-        self.model.eval()
+        training, model = self.model.training, self._twin or self.model
+        model.eval()
         try:
-            return forward_head(self.model, part.tokens, part.position_ids, head)
+            return forward_head(model, part.tokens, part.position_ids, head)
         finally:
-            self.model.train(training)
+            model.train(training)
 
 
 def _select(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

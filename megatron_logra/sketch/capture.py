@@ -18,7 +18,8 @@ Megatron passes them, with sequence parallelism each rank's own positions):
     row             summed                              own rows of dYᵀ P
     row, seq.       summed, own positions               dYᵀ P [d, r] summed, own rows
 
-The same hook adds the low-rank direction's tangent in forward mode (see `predicted_kl`).
+The same hook moves the model along the low-rank direction D without touching a weight (see
+`predicted_kl`): by a tangent in forward mode, or by a side path of a given length.
 Modules are found by name alone; nothing here knows the model's class.
 """
 
@@ -38,6 +39,7 @@ from torch import distributed as dist
 
 from megatron_logra.config import SketchConfig
 from megatron_logra.errors import UserError
+from megatron_logra.optimizer.forward_ad import MissingRule
 from megatron_logra.sketch.projection import Columns, Projections
 
 
@@ -110,7 +112,10 @@ class SketchCapture:
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
         self.targets: list[Target] = []
         self._tangent = False
+        self._tangent_met = False
+        self._side_path: float | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
+        self._names: list[str] = []
         columns = []
         for name, module in _find_targets(model, config.targets):
             target = self._attach(name, module, config, factor_dtype, whole_name)
@@ -146,6 +151,7 @@ class SketchCapture:
             torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
         )
         module.register_forward_hook(self._hook(len(self.targets)))
+        self._names.append(name)
         strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
         target = Target(whole_name(name), weight, proxy, row_parallel, strided)
         self.targets.append(target)
@@ -153,11 +159,15 @@ class SketchCapture:
 
     def _hook(self, index: int) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not self._tangent and not torch.is_grad_enabled():
+            moves = self._tangent or self._side_path is not None
+            if not moves and not torch.is_grad_enabled():
                 return None  # generation, evaluation, or the first pass of recomputation
             linear_output, *rest = output if isinstance(output, tuple) else (output,)
             if self._tangent:
                 linear_output = self._add_tangent(index, inputs[0], linear_output)
+            elif self._side_path is not None:
+                change = self._change(index, inputs[0])
+                linear_output = linear_output.sub(change, alpha=self._side_path)
             else:
                 projected = self._project(index, inputs[0])
                 linear_output = _Capture.apply(
@@ -223,23 +233,51 @@ class SketchCapture:
         whole = self._whole_directions.get(index)
         return self.targets[index].proxy.detach() if whole is None else whole
 
+    def _change(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """(x Aᵀ) Dᵀ, with D in the proxy, like the linear's output; never forms D A."""
+        return self._project(index, x) @ self.direction(index).to(x.dtype).t()
+
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """ẏ += -(x Aᵀ) Dᵀ, with D in the proxy; never forms D A."""
+        """ẏ += -(x Aᵀ) Dᵀ."""
         primal, tangent = forward_ad.unpack_dual(output)
-        x = forward_ad.unpack_dual(x).primal
-        direction = self.direction(index).to(x.dtype)
-        change = self._project(index, x) @ direction.t()
-        tangent = -change if tangent is None else tangent - change
+        change = self._change(index, forward_ad.unpack_dual(x).primal)
+        if tangent is None:
+            if self._tangent_met:
+                raise MissingRule(
+                    f"something before {self.targets[index].name} loses forward mode's tangent"
+                )
+            tangent = -change
+        else:
+            tangent = tangent - change
+        self._tangent_met = True
         return forward_ad.make_dual(primal, tangent)
 
     @contextmanager
     def tangent(self) -> Iterator[None]:
-        """Within: the proxies hold a direction D and linears add its tangent (forward mode)."""
-        self._tangent = True
+        """Within: the proxies hold a direction D and linears add its tangent (forward mode).
+
+        Raises:
+            MissingRule: the tangent has vanished between the first target and another one.
+        """
+        self._tangent, self._tangent_met = True, False
         try:
             yield
         finally:
             self._tangent = False
+
+    @contextmanager
+    def side_path(self, scale: float) -> Iterator[None]:
+        """Within: linears compute y - scale · (x Aᵀ) Dᵀ, with D in the proxies."""
+        self._side_path = scale
+        try:
+            yield
+        finally:
+            self._side_path = None
+
+    def follow(self, twin: torch.nn.Module) -> None:
+        """Hook the targets' counterparts in another model over the same weights."""
+        for index, name in enumerate(self._names):
+            twin.get_submodule(name).register_forward_hook(self._hook(index))
 
 
 class _Capture(torch.autograd.Function):
