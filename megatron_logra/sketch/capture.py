@@ -114,6 +114,7 @@ class SketchCapture:
         self._tangent = False
         self._tangent_met = False
         self._side_path: float | None = None
+        self._rounding: torch.Generator | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
         self._names: list[str] = []
         columns = []
@@ -166,8 +167,7 @@ class SketchCapture:
             if self._tangent:
                 linear_output = self._add_tangent(index, inputs[0], linear_output)
             elif self._side_path is not None:
-                change = self._change(index, inputs[0])
-                linear_output = linear_output.sub(change, alpha=self._side_path)
+                linear_output = self._moved(linear_output, self._change(index, inputs[0]))
             else:
                 projected = self._project(index, inputs[0])
                 linear_output = _Capture.apply(
@@ -237,6 +237,23 @@ class SketchCapture:
         """(x Aᵀ) Dᵀ, with D in the proxy, like the linear's output; never forms D A."""
         return self._project(index, x) @ self.direction(index).to(x.dtype).t()
 
+    def _moved(self, output: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        """output - scale · change, in output's type.
+
+        In bf16 rounded stochastically: an output is on bf16's grid already, and rounding to the
+        nearest would take back every change of less than half its distance.
+        """
+        assert self._side_path is not None
+        moved = output.float().sub_(change.float(), alpha=self._side_path)
+        if output.dtype != torch.bfloat16:
+            return moved.to(output.dtype)
+        bits = moved.view(torch.int32)
+        noise = torch.randint(
+            0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=self._rounding
+        )
+        # bf16 is the high half of fp32: the sum carries over with the low half as its probability.
+        return bits.add_(noise).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """ẏ += -(x Aᵀ) Dᵀ."""
         primal, tangent = forward_ad.unpack_dual(output)
@@ -266,13 +283,19 @@ class SketchCapture:
             self._tangent = False
 
     @contextmanager
-    def side_path(self, scale: float) -> Iterator[None]:
-        """Within: linears compute y - scale · (x Aᵀ) Dᵀ, with D in the proxies."""
+    def side_path(self, scale: float, seed: int = 0) -> Iterator[None]:
+        """Within: linears compute y - scale · (x Aᵀ) Dᵀ, with D in the proxies.
+
+        Args:
+            seed: of the rounding of bf16 outputs, which leaves all other random states alone. It is
+                the same on all ranks, so that copies of an output stay copies.
+        """
         self._side_path = scale
+        self._rounding = torch.Generator(self.targets[0].weight.device).manual_seed(seed)
         try:
             yield
         finally:
-            self._side_path = None
+            self._side_path = self._rounding = None
 
     def follow(self, twin: torch.nn.Module) -> None:
         """Hook the targets' counterparts in another model over the same weights."""
