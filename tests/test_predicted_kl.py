@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_layouts import LAYOUTS
 from test_sketch import LENGTHS, dense_projections
 from test_step import counters, snapshot, weights_of
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 from training import backward, make_learner, probe_of
 
 from megatron_logra.errors import UserError
@@ -61,14 +62,15 @@ def test_fp32_predictions_are_realised_at_every_layout(layout, ranks, directory,
 
 
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
-def test_bf16_predictions_are_realised_at_every_layout(layout, ranks, directory, seed):
-    """At 2e-3: the KL of smaller steps drowns in the rounding of the weights themselves."""
+def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, directory, seed):
+    """What is realised in bf16 has the rounding of the weights in it (see also `test_step`)."""
     size, parallel = {"one": (1, {}), **LAYOUTS}[layout]
+    ((exact,),) = ranks.run(1, table, directory, {}, seed, (2e-3,))
     sections = {"parallel": parallel, "train": {"precision": "bf16", "micro_batch_size": 2}}
     for (row,) in ranks.run(size, table, directory, sections, seed, (2e-3,)):
-        assert row.realised == pytest.approx(row.scaled, rel=0.1)
-        by_forward, by_differences = (row.predicted[name] for name in ESTIMATORS)
-        assert by_differences == pytest.approx(by_forward, rel=0.1)
+        for name in ESTIMATORS:
+            assert row.predicted[name] == pytest.approx(exact.predicted["forward_ad"], rel=0.1)
+        assert row.realised == pytest.approx(row.scaled, rel=0.3)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -209,40 +211,44 @@ def test_an_invalid_prediction_leaves_the_run_able_to_go_on(estimator, directory
     assert learner.step(probe_of(batches[0])).applied
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
-                size = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.elements = max(self.elements, size)
-        return result
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Most bytes of tensors that a call holds at once, beyond what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda event: event[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_probe_needs_no_more_memory_than_its_bounds_allow(estimator, directory, pg, generator):
-    """Neither all logits nor all positions at once: 8 rows of 60 positions, over 132 tokens."""
-    cfg = config_for(
-        directory,
-        train={"micro_batch_size": 8},
-        algorithm={"logprob_chunk": 16},
-        step_control={"estimator": estimator, "probe_max_tokens": 120},
-    )
-    learner = make_learner(cfg, pg)
-    batches = make_batches(generator, [[60] * 8])
-    backward(learner, batches)
-    learner.sketch.probe = probe_of(batches[0])
-    learner.sketch.prepare_grads()
-    with _Largest() as largest:
-        learner.predictor.predict(probe_of(batches[0]), 1e-5)
-    weights = 132 * 48  # a cast of the output layer
-    forward = 2 * 60 * 160  # two rows through the first MLP linear, gate and up
-    attention = 2 * 6 * 60 * 60
-    assert largest.elements <= max(weights, forward, attention) < 8 * 30 * 132 * 2
+def test_the_memory_of_a_probe_does_not_grow_with_its_responses(
+    estimator, directory, pg, generator
+):
+    """It is bounded by the positions of one pass and the positions whose logits exist at once."""
+    found = {}
+    for responses, tokens, chunk in ((2, 120, 16), (8, 120, 16), (8, 4096, 4096)):
+        cfg = config_for(
+            directory,
+            train={"micro_batch_size": 8},
+            algorithm={"logprob_chunk": chunk},
+            step_control={"estimator": estimator, "probe_max_tokens": tokens},
+        )
+        learner = make_learner(cfg, pg)
+        batches = make_batches(generator, [[60] * responses])
+        backward(learner, batches)
+        learner.sketch.probe = probe_of(batches[0])
+        learner.sketch.prepare_grads()
+        found[responses, tokens] = peak_bytes(
+            lambda learner=learner, batches=batches: learner.predictor.predict(
+                probe_of(batches[0]), 1e-6
+            )
+        )
+    assert found[8, 120] < 1.1 * found[2, 120]
+    assert found[8, 4096] > 3 * found[8, 120]
 
 
 # --- which estimator ------------------------------------------------------------------------------
@@ -351,7 +357,8 @@ def test_norms_fused_into_linears_go_to_norms_of_their_own(directory, pg):
     target = local_twin(model).decoder
     for module in target.modules():  # nothing is left of what it shared
         for leaf, parameter in module._parameters.items():
-            module._parameters[leaf] = nn.Parameter(torch.empty_like(parameter))
+            if parameter is not None:
+                module._parameters[leaf] = nn.Parameter(torch.empty_like(parameter))
     share_parameters(source, target)
     own = dict(model.decoder.named_parameters())
     assert all(parameter is own[name] for name, parameter in target.named_parameters())

@@ -362,7 +362,8 @@ def test_projections_are_refreshed_as_configured(checkpoint, pg, generator):
     assert not torch.equal(seen[2], seen[3])
 
 
-def test_bf16_realised_kl_stays_near_the_prediction(checkpoint, pg, generator):
+@pytest.mark.parametrize("estimator", ["forward_ad", "finite_difference"])
+def test_bf16_realised_kl_stays_near_the_prediction(estimator, checkpoint, pg, generator):
     """bf16 logits are coarse; the step itself is applied in fp32, so at 2e-3 both agree to 10 %."""
     cfg = config_for(
         checkpoint,
@@ -372,6 +373,7 @@ def test_bf16_realised_kl_stays_near_the_prediction(checkpoint, pg, generator):
             "kl_budget_final": 2e-3,
             "update_ratio": 3e-3,
             "factor_dtype": "bf16",
+            "estimator": estimator,
         },
     )
     learner = make_learner(cfg, pg)

@@ -146,24 +146,22 @@ class PredictedKL:
 
             with rules.forward_mode(), self.capture.tangent():
                 total += self._run(part, head)
-        return self._mean(total, probe)
+        return self._means(total, probe)[0]
 
     def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
         aim = AIM[self.capture.targets[0].weight.dtype]
         step = math.sqrt(aim / expected)
         for _ in range(TRIES):
-            found = self._at(probe, step)
-            if not math.isfinite(found) or aim / BAND <= found <= aim * BAND:
+            moved, noise = self._at(probe, step)
+            if not math.isfinite(moved) or aim / BAND <= moved <= aim * BAND:
                 break
-            if found <= 0:  # nothing moves, or what moved is lost in rounding
-                step *= 100
-            else:
-                step *= min(100.0, math.sqrt(aim / found))
-        return found / step**2
+            # At 0 nothing moves, or what moved was rounded away.
+            step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
+        return (moved - noise) / step**2
 
-    def _at(self, probe: ProbeBatch, step: float) -> float:
-        """½ Var_p(ε ż/T) by differences over ±ε, nats per token."""
-        total = self._nothing(probe)
+    def _at(self, probe: ProbeBatch, step: float) -> tuple[float, float]:
+        """½ Var_p(ε ż/T) by differences over ±ε, and what rounding adds to it, nats per token."""
+        total = torch.zeros(2, dtype=torch.float64, device=probe.tokens.device)
         noisy = self.capture.targets[0].weight.dtype != torch.float32
         for part in self._parts(probe):
             ahead = self._hidden_at(part, step)
@@ -180,13 +178,15 @@ class PredictedKL:
                 mean, slope = (ahead + behind) / 2, (ahead - behind) / 2
                 with rules.forward_mode():
                     if middle is None:
-                        return self._moments(mean, slope, logits_fn)
-                    noise = self._moments(middle, mean - middle, logits_fn) / 3
-                    return self._moments(middle, slope, logits_fn) - noise
+                        moved = self._moments(mean, slope, logits_fn)
+                        return torch.stack([moved, torch.zeros_like(moved)])
+                    moved = self._moments(middle, slope, logits_fn)
+                    return torch.stack([moved, self._moments(middle, mean - middle, logits_fn) / 3])
 
             with self.capture.side_path(-step, seed=1):
                 total += self._run(part, head)
-        return self._mean(total, probe)
+        moved, noise = self._means(total, probe)
+        return moved, noise
 
     def _hidden_at(self, part: ProbeBatch, step: float) -> torch.Tensor:
         """The last hidden states at the mask, [n, 1, h], with a side path of length `step`."""
@@ -257,9 +257,9 @@ class PredictedKL:
     def _nothing(self, probe: ProbeBatch) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
 
-    def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
-        """The mean over the whole probe's positions, of sums over this rank's responses."""
-        return float(all_reduce(total, self.pg.dp_cp) / probe.mask.sum())
+    def _means(self, totals: torch.Tensor, probe: ProbeBatch) -> list[float]:
+        """Means over the whole probe's positions, of sums over this rank's responses, [sums]."""
+        return (all_reduce(totals, self.pg.dp_cp) / probe.mask.sum()).tolist()
 
     def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         """½ Var_p(ż/T) of each position, float64 [n]; logits and tangent [n, 1, vocab/tp]."""
@@ -316,7 +316,7 @@ class PredictedKL:
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
 
             total += self._run(part, head)
-        return self._mean(total, probe)
+        return self._means(total, probe)[0]
 
     def _output_weight(self) -> torch.nn.Parameter:
         model: Any = getattr(self.model, "module", self.model)
