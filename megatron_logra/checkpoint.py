@@ -245,7 +245,12 @@ def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
 
 def layout(pg: ProcessGroupCollection) -> dict[str, int]:
     """Under which layout a checkpoint is written."""
-    return {"tensor": pg.tp.size(), "pipeline": pg.pp.size(), "data": pg.dp_cp.size()}
+    return {
+        "tensor": pg.tp.size(),
+        "pipeline": pg.pp.size(),
+        "context": pg.cp.size(),
+        "data": pg.dp.size(),
+    }
 
 
 def set_rng_state(states: dict[str, Any]) -> None:

@@ -59,12 +59,23 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel stages."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Model chunks on each pipeline rank; more than 1 takes Megatron's interleaved schedule."""
     context: int = Field(1, ge=1)
     """Context-parallel ranks."""
     expert: int = Field(1, ge=1)
     """Expert-parallel ranks."""
     sequence: bool = False
     """Sequence parallelism; needs tensor > 1."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce sketches and gradients over data-parallel ranks while the last micro-batch's backward
+    pass still runs. Default: wherever there are several such ranks."""
+    bucket_size: int | None = Field(None, ge=1)
+    """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
+    data-parallel rank if that is more."""
+    optimizer_instances: int = Field(1, ge=1)
+    """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
+    more memory, and parameters are gathered within a group only."""
 
 
 class ScheduleConfig(Section):
@@ -357,6 +368,8 @@ class Config(Section):
             raise ValueError("train.responses_per_prompt: grpo needs at least 2")
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence: needs parallel.tensor > 1")
+        if self.parallel.virtual_pipeline > 1 and self.parallel.pipeline == 1:
+            raise ValueError("parallel.virtual_pipeline: more than 1 needs parallel.pipeline > 1")
         control = self.step_control
         if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
             raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")

@@ -19,7 +19,7 @@ KINDS = ("weights", "master", "gradients", "optimizer", "sketches", "projections
 
 def count(
     chunks: list[DistributedDataParallel],
-    sketch_ddp: DistributedDataParallel | None,
+    sketch_ddps: list[DistributedDataParallel],
     sketch: SketchDistributedOptimizer | None,
     adam: DistributedOptimizer | None,
 ) -> dict[str, int]:
@@ -37,11 +37,11 @@ def count(
         sizes["master"] += sum(map(_bytes, main))
         for state in adam.optimizer.state.values():
             sizes["optimizer"] += sum(_bytes(t) for k, t in state.items() if k != "step")
-    if sketch is not None and sketch_ddp is not None:
+    if sketch is not None:
         sizes["master"] += sum(master.nbytes for master in sketch.masters)
         sizes["optimizer"] += sum(map(_bytes, sketch.moments))
         sizes["sketches"] = sum(
-            _bytes(b.grad_data) + _bytes(b.param_data) for b in sketch_ddp.buffers
+            _bytes(b.grad_data) + _bytes(b.param_data) for ddp in sketch_ddps for b in ddp.buffers
         )
         sizes["projections"] = sketch.capture.projections.nbytes
     return sizes | {"static": sum(sizes.values())}

@@ -24,6 +24,7 @@ from megatron_logra.errors import UserError
 CPU = torch.device("cpu")
 
 LITERAL_CUDA = (
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
@@ -33,7 +34,7 @@ LITERAL_CUDA = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )
-"""Modules of Megatron that make tensors with a literal device="cuda"."""
+"""Modules of Megatron that make tensors with a literal device="cuda", or in pinned memory."""
 
 _installed = False
 
@@ -76,8 +77,9 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "current_device", lambda: CPU),
         # Checkpointing and timers wait for the device; the CPU is never behind.
         (torch.cuda, "synchronize", lambda device=None: None),
-        # Gradient reduction looks for events of CUDA graphs to wait for; it finds none.
-        (torch.cuda, "current_stream", lambda device=None: None),
+        # Gradient reduction has streams and events of CUDA graphs wait for each other.
+        (torch.cuda, "current_stream", lambda device=None: _NoStream()),
+        (torch.cuda, "Stream", _NoStream),
         # Gradient clipping and checkpoint loading move what they got to the device.
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
@@ -94,8 +96,17 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
     ]
 
 
+class _NoStream:
+    """A stream of the CPU, on which everything that was started is done."""
+
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
+    def wait_stream(self, _stream: _NoStream) -> None:
+        """Nothing to wait for."""
+
+
 def _torch_on_cpu() -> ModuleType:
-    """The module torch, but for factories that take device="cuda" for the CPU."""
+    """The module torch, but for factories that take device="cuda" for the CPU, and pin nothing."""
     module = ModuleType("torch")
     vars(module).update(vars(torch))
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
@@ -108,6 +119,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and "cuda" in str(kwargs["device"]):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make

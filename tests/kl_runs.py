@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout_runs import backward
+from layout_runs import backward, padded
 from reference import config_for, make_batches
 from training import make_learner, probe_of
 
@@ -49,6 +49,7 @@ def _row(directory: Path, sections: dict[str, Any], seed: int, budget: float) ->
     generator = torch.Generator().manual_seed(seed)
     # Fewer probe responses than data-parallel ranks have rows in some, of different lengths.
     batches = make_batches(generator, [[60, 40, 33], [48, 58], [50, 20], [63]])
+    batches = [padded(batch, 64) for batch in batches]  # positions may be divided evenly
     backward(learner, batches)
     probe = probe_of(batches[0])
     sketch.probe = probe

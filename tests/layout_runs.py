@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from reference import Batch, config_for, make_batches
 from torch import distributed as dist
 from training import make_learner, probe_of
 
 from megatron_logra import checkpoint, distributed
+from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.parameters import named_parameters
+from megatron_logra.model.parameters import EMBEDDING, named_parameters
 from megatron_logra.optimizer.learner import Learner
 
 
@@ -58,6 +60,8 @@ def train(
     for update in range(first, first + updates):
         generator = torch.Generator().manual_seed(update)
         batches = make_batches(generator, [[18, 9], [12, 20], [6, 32], [8, 28]])
+        if pg.cp.size() > 1:  # positions are divided evenly
+            batches = [padded(batch, -(-batch.tokens.shape[1] // 8) * 8) for batch in batches]
         backward(learner, batches)
         if poison == update and dist.get_rank() == dist.get_world_size() - 1:
             assert learner.sketch is not None
@@ -69,44 +73,117 @@ def train(
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
 
 
+def train_watching_reductions(
+    directory: Path, sections: dict[str, Any], updates: int
+) -> tuple[Trajectory, list[tuple[int, int]]]:
+    """`train`; and of each update how many reductions began before the backward passes ended, and
+    how many there were."""
+    counts: list[tuple[int, int]] = []
+    begun = 0
+    reduce, finalize = param_and_grad_buffer.dist_reduce_scatter_func, Learner._finalize_grads
+
+    def reducing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return reduce(*args, **kwargs)
+
+    def finalizing(*args: Any, **kwargs: Any) -> None:
+        nonlocal begun
+        before = begun
+        finalize(*args, **kwargs)
+        counts.append((before, begun))
+        begun = 0
+
+    with (
+        mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", reducing),
+        mock.patch.object(Learner, "_finalize_grads", finalizing),
+    ):
+        return train(directory, sections, updates), counts
+
+
+def reduced_sketches(
+    directory: Path, sections: dict[str, Any], batches: list[Batch]
+) -> dict[str, tuple[torch.Tensor, bool, int]]:
+    """The sketch of all batches on this tensor-parallel rank, [d/tp, r], by the weight's name.
+
+    Each data-parallel rank gives the rows it owns. With it: whether the target is row-parallel, and
+    how many parts of the rows the rank holds.
+    """
+    cfg = config_for(directory, **sections)
+    learner = make_learner(cfg, distributed.initialize(cfg.parallel, 0))
+    backward(learner, batches)
+    sketch = learner.sketch
+    assert sketch is not None
+    found = {}
+    for target, span in zip(sketch.capture.targets, sketch._spans, strict=True):
+        own = torch.zeros_like(target.sketch)
+        own[span] = target.sketch[span]
+        dist.all_reduce(own, group=learner.pg.intra_dp_cp)
+        found[f"{target.name}.weight"] = (own, target.row_parallel, target.strided)
+    return found
+
+
 def _state(learner: Learner, is_loading: bool) -> dict[str, Any]:
     weights = checkpoint.weights_state(learner.chunks)
-    return {**weights, "learner": learner.sharded_state_dict(weights["model0"], is_loading)}
+    return {**weights, "learner": learner.sharded_state_dict(weights, is_loading)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank gets of a batch, [b, s/cp] each; weights are those of the targets' loss."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    mask: torch.Tensor
+
+
+def padded(batch: Batch, length: int) -> Batch:
+    """With rows of `length`."""
+    more = (0, length - batch.tokens.shape[1])
+    pad = torch.nn.functional.pad
+    return Batch(pad(batch.tokens, more), pad(batch.weights, more))
+
+
+def part_of(batch: Batch, length: int, cp: dist.ProcessGroup) -> Part:
+    """This rank's positions of a batch that is padded to `length`."""
+    pad, whole = torch.nn.functional.pad, padded(batch, length)
+    next_weights = pad(whole.weights[:, 1:], (0, 1))
+    fields = (whole.tokens, whole.positions, whole.tokens.roll(-1, 1), next_weights, whole.mask)
+    return Part(*(own_share(field, cp) for field in fields))
 
 
 def backward(learner: Learner, batches: list[Batch]) -> None:
-    """Gradients of all batches; data-parallel ranks share them, the vocabulary is divided."""
+    """Gradients of all batches, which data-parallel ranks share; the vocabulary is divided."""
     pg = learner.pg
     mine = batches[pg.dp.rank() :: pg.dp.size()]
+    lengths = [batch.tokens.shape[1] for batch in mine]
+    if len(learner.chunks) > 1:  # the interleaved schedule wants one shape
+        lengths = [max(lengths)] * len(lengths)
+    parts = [part_of(batch, length, pg.cp) for batch, length in zip(mine, lengths, strict=True)]
 
     def forward_step(left: Any, model: torch.nn.Module) -> Any:
-        batch = next(left)
+        part = next(left)
 
         def head(hidden: torch.Tensor, logits_fn: Any) -> Any:
-            targets = batch.tokens.roll(-1, 1).t().contiguous()
-            loss = vocab_parallel_cross_entropy(logits_fn(hidden).float(), targets, 0.0, pg.tp)
-            weights = torch.nn.functional.pad(batch.weights[:, 1:], (0, 1)).t()
-            return (weights * loss).sum(), batch.mask.sum().int(), {}
+            loss = vocab_parallel_cross_entropy(
+                logits_fn(hidden).float(), part.targets.t().contiguous(), 0.0, pg.tp
+            )
+            return (part.weights.t() * loss).sum(), part.mask.sum().int(), {}
 
-        return forward_head(model, batch.tokens, batch.positions, head), lambda output: output
+        return forward_head(model, part.tokens, part.positions, head), lambda output: output
 
     learner.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(mine),
-        model=learner.chunks,
-        num_microbatches=len(mine),
-        seq_length=mine[0].tokens.shape[1],
-        micro_batch_size=2,
-        forward_only=False,
-    )
+    learner.forward_backward(forward_step, parts, max(lengths))
 
 
 @torch.no_grad()
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
     """All parameters of the whole model by name, fp32, gathered from the ranks."""
     tp, found = learner.pg.tp, {}
-    for name, parameter in named_parameters(learner.chunks[0].module):
+    own = (pair for chunk in learner.chunks for pair in named_parameters(chunk.module))
+    for name, parameter in own:
         whole = parameter.detach().float().contiguous()
         if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
             parts = [torch.empty_like(whole) for _ in range(tp.size())]
@@ -115,4 +192,9 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
             pieces = [part.chunk(stride, dim) for part in parts]
             whole = torch.cat([p[i] for i in range(stride) for p in pieces], dim)
         found[name] = whole
-    return found
+    stages: list[dict[str, torch.Tensor]] = [{}] * learner.pg.pp.size()
+    dist.all_gather_object(stages, found, group=learner.pg.pp)
+    if learner.chunks[0].module.share_embeddings_and_output_weights and len(stages) > 1:
+        copy = stages[-1].pop("output_layer.weight")
+        assert torch.equal(copy, stages[0][EMBEDDING]), "the copies of a tied weight differ"
+    return {name: weight for stage in stages for name, weight in stage.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 from helpers import tiny_config
 from layout_runs import backward
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings
 from reference import Batch
@@ -60,12 +62,41 @@ def count_traffic(configurations: list[dict[str, Any]], smallest: int) -> list[d
             length.
         smallest: numbers of a tensor below which it does not count.
     """
+    found = []
+    for collectives, _ in record_collectives(configurations):
+        sent: Counter[str] = Counter()
+        for collective in collectives:
+            if collective.elements >= smallest:
+                sent[f"{collective.group}/{collective.name}"] += collective.sent
+        found.append({key: round(size) for key, size in sent.items()})
+    return found
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that took part in a step."""
+
+    group: str
+    """tensor, data (and context), or another."""
+    name: str
+    elements: int
+    """Of the whole tensor, before scattering or after gathering."""
+    sent: float
+    """Bytes that this rank sent, in a ring."""
+
+
+def record_collectives(
+    configurations: list[dict[str, Any]],
+) -> list[tuple[list[Collective], dict[str, int]]]:
+    """All collectives of one step between several ranks, and what the learner says it has sent."""
     configs = [tiny_config(**arguments) for arguments in configurations]
     pg = distributed.initialize(configs[0].parallel, 0)
-    return [_count_traffic(cfg, pg, smallest) for cfg in configs]
+    return [_record_collectives(cfg, pg) for cfg in configs]
 
 
-def _count_traffic(cfg: Config, pg: ProcessGroupCollection, smallest: int) -> dict[str, int]:
+def _record_collectives(
+    cfg: Config, pg: ProcessGroupCollection
+) -> tuple[list[Collective], dict[str, int]]:
     learner = make_learner(cfg, pg)
     generator = torch.Generator().manual_seed(0)
     length, size = cfg.train.seq_length, cfg.train.micro_batch_size
@@ -77,41 +108,65 @@ def _count_traffic(cfg: Config, pg: ProcessGroupCollection, smallest: int) -> di
     probe = probe_of(
         Batch(*(torch.cat(parts) for parts in zip(*map(_fields, batches), strict=True)))
     )
-    groups = {group.group_name: name for name, group in (("tensor", pg.tp), ("data", pg.dp_cp))}
-    sent: Counter[str] = Counter()
+    groups = {
+        group.group_name: name
+        for name, group in (
+            ("pipeline", pg.pp),
+            ("pipeline", pg.embd),
+            ("context", pg.cp),
+            ("tensor", pg.tp),
+            ("data", pg.dp_cp),
+        )
+        if group is not None
+    }
+    if cfg.parallel.optimizer_instances > 1:
+        groups |= {group.group_name: "data" for group in (pg.intra_dp_cp, pg.inter_dist_opt)}
+    found: list[Collective] = []
     with ExitStack() as stack:
+        sending = _recording_sends(P2PCommunicator._communicate, found)
+        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", sending))
         for owner, name, collective in COLLECTIVES:
-            counting = _counting(getattr(owner, name), collective, groups, smallest, sent)
-            stack.enter_context(mock.patch.object(owner, name, counting))
+            recording = _recording(getattr(owner, name), collective, groups, found)
+            stack.enter_context(mock.patch.object(owner, name, recording))
         backward(learner, batches)
         assert learner.step(probe).applied
-    return {key: round(size) for key, size in sent.items()}
+    return found, learner.comm_bytes()
 
 
 def _fields(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return batch.tokens, batch.weights
 
 
-def _counting(
-    function: Callable[..., Any],
-    collective: str,
-    groups: dict[str, str],
-    smallest: int,
-    sent: Counter[str],
+def _recording(
+    function: Callable[..., Any], collective: str, groups: dict[str, str], found: list[Collective]
 ) -> Callable[..., Any]:
-    """`function`, counted into `sent`."""
+    """`function`, recorded in `found`."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")  # None: a flag among all ranks
         largest = max(filter(torch.is_tensor, args), key=torch.Tensor.numel)
-        if group is not None and group.size() > 1 and largest.numel() >= smallest:
+        if group is not None and group.size() > 1:
             passes = 2 if collective == "all_reduce" else 1
             share = (group.size() - 1) / group.size()
-            key = f"{groups[group.group_name]}/{collective}"
-            sent[key] += passes * share * largest.numel() * largest.element_size()
+            size = passes * share * largest.numel() * largest.element_size()
+            name = groups.get(group.group_name, "other")
+            found.append(Collective(name, collective, largest.numel(), size))
         return function(*args, **kwargs)
 
-    return counted
+    return recorded
+
+
+def _recording_sends(function: Callable[..., Any], found: list[Collective]) -> Callable[..., Any]:
+    """Megatron's exchange with the neighbouring stages, recorded in `found`."""
+
+    def recorded(self: P2PCommunicator, **kwargs: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            tensor = kwargs[name]
+            if tensor is not None:
+                found.append(Collective("pipeline", "send", tensor.numel(), tensor.nbytes))
+        return function(self, **kwargs)
+
+    return recorded
 
 
 def kept_for_backward(learner: Learner, cfg: Config) -> int:

@@ -54,13 +54,15 @@ def make_batches(generator: torch.Generator, lengths: list[list[int]]) -> list[B
     return batches
 
 
-def make_checkpoint(directory: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY) -> None:
+def make_checkpoint(
+    directory: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY, layers: int = 2
+) -> None:
     """A tiny random model of transformers' own class: odd sizes, grouped queries."""
     common = {
         "vocab_size": vocabulary,
         "hidden_size": 48,
         "intermediate_size": 80,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,

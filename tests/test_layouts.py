@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import Trajectory, train
-from reference import make_checkpoint
+from layout_runs import Trajectory, reduced_sketches, train, train_watching_reductions
+from reference import Reference, config_for, make_batches, make_checkpoint
+
+from megatron_logra.model.gpt import transformer_config
+from megatron_logra.sketch.projection import Columns, Projections
 
 UPDATES = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -16,6 +19,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence": (2, {"tensor": 2, "sequence": True}),
     "dp2": (2, {}),
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp2-tp2": (4, {"context": 2, "tensor": 2, "sequence": True}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
 }
 FP32 = {"step_control": {"factor_dtype": "fp32", "realised_kl_interval": 1}}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", False, vocabulary=132)
+    make_checkpoint(path, "qwen3", True, vocabulary=132, layers=4)
     return path
 
 
@@ -67,6 +76,83 @@ def test_every_layout_gives_the_same_trajectory(layout, variant, ranks, director
     sections = {**VARIANTS[variant], "parallel": parallel}
     for run in ranks.run(size, train, directory, sections, UPDATES):
         assert_same(run, references[variant])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_sketches_of_four_ranks_are_the_dense_float64_gradients(
+    sequence, recompute, ranks, directory, generator
+):
+    """TP2 × DP2, in buckets, against transformers' model: S = G Aᵀ."""
+    batches = make_batches(generator, [[18, 9], [12, 20], [6, 32], [8, 28]])
+    parallel = {"tensor": 2, "sequence": sequence, "bucket_size": 2000}
+    sections = {"parallel": parallel, "train": {"recompute": recompute}}
+    runs = ranks.run(4, reduced_sketches, directory, sections, batches)
+    cfg = config_for(directory)
+    reference = Reference(directory, transformer_config(cfg)[0], tied=True)
+    for name, gradient in reference.gradients(batches).items():
+        (first, row_parallel, strided), (second, _, _) = (runs[tp][name] for tp in (0, 1))
+        if row_parallel:
+            whole = torch.cat([first, second])
+        else:  # gate and up are halved each
+            halves = [part.chunk(strided) for part in (first, second)]
+            whole = torch.cat([part for pair in zip(*halves, strict=True) for part in pair])
+        columns = Columns(name.removesuffix(".weight"), 0, gradient.shape[1])
+        projections = Projections([columns], cfg.sketch.rank, "rademacher", 0, torch.device("cpu"))
+        projections.redraw(0)
+        expected = gradient @ projections.transposed(0, torch.float64) * projections.scale
+        assert (whole - expected).norm() < 1e-5 * expected.norm(), name
+        for mine, theirs in zip(runs[:2], runs[2:], strict=True):
+            assert torch.equal(mine[name][0], theirs[name][0])
+
+
+OVERLAPPED = [
+    *[("dp2", variant) for variant in VARIANTS],
+    *[("tp2-dp2", variant) for variant in ("non-targets", "adam")],
+    *[("pp2-interleaved-dp2", variant) for variant in ("non-targets", "recomputed")],
+]
+
+
+@pytest.mark.parametrize(("layout", "variant"), OVERLAPPED)
+def test_overlapped_reduction_gives_the_same_trajectory(layout, variant, ranks, directory):
+    """Several buckets, each reduced once the last micro-batch's backward pass has filled it."""
+    interleaved = (4, {"pipeline": 2, "virtual_pipeline": 2})
+    size, parallel = {**LAYOUTS, "pp2-interleaved-dp2": interleaved}[layout]
+    sections = {**VARIANTS[variant], "parallel": {**parallel, "bucket_size": 2000}}
+    runs = ranks.run(size, train_watching_reductions, directory, sections, 3)
+    sections["parallel"] = {**parallel, "overlap_grad_reduce": False}
+    references = ranks.run(size, train_watching_reductions, directory, sections, 3)
+    for (run, reductions), (reference, later) in zip(runs, references, strict=True):
+        # Other rows on each rank, so norms are summed in another order.
+        assert_same(run, reference, 1e-6)
+        assert all(before == 0 for before, _ in later)
+        # Megatron learns from the first update how often each gradient comes.
+        assert reductions[0][0] == 0
+        assert all(before == total for before, total in reductions[1:])
+    assert runs[0][1][-1][1] > 2, "one bucket alone"
+
+
+@pytest.mark.parametrize(
+    ("variant", "overlap"),
+    [("frozen", False), ("non-targets", True), ("lr", True), ("adam", True), ("bf16", True)],
+)
+def test_several_optimizer_instances_give_the_same_trajectory(
+    overlap, variant, ranks, directory, references
+):
+    parallel = {"optimizer_instances": 2, "overlap_grad_reduce": overlap, "bucket_size": 2000}
+    if variant == "bf16":  # masters are divided within an instance
+        sections: dict[str, Any] = {"train": {"precision": "bf16"}}
+        (reference,) = ranks.run(1, train, directory, sections, UPDATES)
+    else:
+        sections, reference = VARIANTS[variant], references[variant]
+    runs = ranks.run(4, train, directory, {**sections, "parallel": parallel}, UPDATES)
+    for run in runs:
+        if variant == "bf16":
+            for name, weight in reference.weights.items():
+                assert (run.weights[name] - weight).norm() < 1e-3 * weight.norm(), name
+            assert run.bytes_by_kind["master"] * 2 == reference.bytes_by_kind["master"]
+        else:
+            assert_same(run, reference)
 
 
 def test_updates_are_large_enough_for_the_comparison(directory, references, ranks):

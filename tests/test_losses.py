@@ -336,7 +336,7 @@ def test_unchanged_weights_give_ratio_and_importance_weight_one(
 ) -> None:
     model = tiny_model(pg)
     engine = StaticEngine(
-        model, stop_ids=frozenset({3}), pad_id=0, max_sequence_length=64, batch_size=8, pg=pg
+        [model], stop_ids=frozenset({3}), pad_id=0, max_sequence_length=64, batch_size=8, pg=pg
     )
     prompts = [
         [integer(generator, 0, 131) for _ in range(integer(generator, 1, 20))] for _ in range(4)

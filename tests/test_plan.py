@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import TINY_SPEC, tiny_config
 from layout_runs import train
-from plan_runs import count_bytes, count_traffic, kept_for_backward
+from plan_runs import count_bytes, count_traffic, kept_for_backward, record_collectives
 from reference import config_for, make_checkpoint
 from training import make_learner
 
@@ -36,7 +36,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3": (3, {}),
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
     "dp4": (4, {}),
+    "dp2-buckets": (2, {"bucket_size": 1500}),
+    "dp4-instances": (4, {"optimizer_instances": 2}),
     "pp2": (2, {"pipeline": 2}),
+    "pp2-interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
 }
@@ -60,7 +65,7 @@ def odd() -> tuple[dict[str, Any], int]:
     print("size seed:", seed)
     draw = random.Random(seed)
     spec = {
-        "num_layers": 2 * draw.randint(1, 2),
+        "num_layers": 4,
         "hidden_size": 2 * draw.randint(20, 40),
         "ffn_hidden_size": 2 * draw.randint(20, 60),
         "kv_channels": 2 * draw.randint(5, 9),
@@ -148,14 +153,20 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2", "tp2-dp2"])
+TRAFFIC_LAYOUTS = [
+    *("tp2", "dp2-buckets", "tp2-dp2", "dp4-instances"),
+    *("pp2", "pp2-interleaved", "cp2"),
+]
+
+
+@pytest.mark.parametrize("layout", TRAFFIC_LAYOUTS)
 def test_planned_traffic_is_what_the_collectives_carry(layout, ranks):
     size, parallel = LAYOUTS[layout]
     many = []
     for variant in TRAFFIC.values():
         batch = {"prompts_per_step": 4, "micro_batch_size": 1, "seq_length": 32}
         arguments: dict[str, Any] = {
-            "spec": {"hidden_size": 96, "ffn_hidden_size": 160, "vocab_size": 132},
+            "spec": {"num_layers": 4, "hidden_size": 96, "ffn_hidden_size": 160, "vocab_size": 132},
             "sketch": {"rank": 24},
             "parallel": parallel,
             **variant,
@@ -167,12 +178,86 @@ def test_planned_traffic_is_what_the_collectives_carry(layout, ranks):
     for number, by_variant in enumerate(ranks.run(size, count_traffic, many, 4 * 32 + 1)):
         for variant, arguments, sent in zip(TRAFFIC, many, by_variant, strict=True):
             cfg = tiny_config(**arguments)
+            local = cfg.model.model_copy(update={"implementation": "local"})
+            cfg = cfg.model_copy(update={"model": local})
             comm = dict(plan(cfg, size)["per_rank"][number][cfg.optimizer.kind]["comm"])
             total, planned = comm.pop("total"), Counter[str]()
             for key, carried in comm.items():
                 planned[key.rsplit("/", 1)[0]] += carried
             assert total == sum(planned.values())
             assert planned == pytest.approx(sent, rel=1e-3), variant
+
+
+# Sizes that nothing shares: hidden 96, qkv 192, ffn 144, 128 tokens of a micro-batch, rank 8.
+SMALL_RANK: dict[str, Any] = {
+    "spec": {
+        "hidden_size": 96,
+        "ffn_hidden_size": 144,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 12,
+        "vocab_size": 132,
+    },
+    "sketch": {"rank": 8},
+    "step_control": {"realised_kl_interval": 0},
+    "train": {"precision": "bf16", "prompts_per_step": 8, "micro_batch_size": 2},
+}
+
+
+def test_over_data_parallel_ranks_targets_send_r_over_k_of_dense(ranks):
+    """Counted at the collectives, scalars included, against the dense gradients and parameters."""
+    train_section = {**SMALL_RANK["train"], "seq_length": 64}
+    shared = {**SMALL_RANK, "train": train_section}
+    many = [
+        {**shared, "optimizer": {"master": "replicated"}},
+        {**shared, "optimizer": {"kind": "adam"}},
+    ]
+    cfg = tiny_config(**many[0])
+    shapes = parameter_shapes(*transformer_config(cfg))
+    targets = [s.size for s in shapes if s.short_name in cfg.sketch.targets and len(s.size) == 2]
+    dense_weights = sum(d * k for d, k in targets)
+    r_over_k = cfg.sketch.rank * sum(d for d, _ in targets) / dense_weights
+    for (sketched, told), (dense, dense_told) in ranks.run(2, record_collectives, many):
+        sent, dense_sent = (
+            sum(c.sent for c in collectives if c.group != "tensor")
+            for collectives in (sketched, dense)
+        )
+        dense_sent *= dense_weights / sum(s.numel for s in shapes)
+        assert sent <= 1.05 * r_over_k * dense_sent
+        assert sent < 0.15 * dense_sent
+        for collectives, counted in ((sketched, told), (dense, dense_told)):
+            large = [c for c in collectives if c.name != "all_reduce"]
+            assert sum(c.sent for c in large) == sum(counted.values()) > 0
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_over_tensor_parallel_ranks_sketches_add_n_r_and_d_r_alone(sequence, ranks):
+    """No collective beside dense training's own is as large as n × k or d × k."""
+    # No probes, whose passes move activations as any forward pass does.
+    control = {"mode": "lr", "realised_kl_interval": 0}
+    parallel = {"tensor": 2, "sequence": sequence}
+    shared = {**SMALL_RANK, "step_control": control, "parallel": parallel}
+    many = [shared, {**shared, "optimizer": {"kind": "adam"}}]
+    rank, tokens, hidden = 8, 2 * 64, 96
+    for (sketched, _), (dense, _) in ranks.run(2, record_collectives, many):
+        added, absent = (
+            Counter((c.name, c.elements) for c in mine if c.group == "tensor")
+            - Counter((c.name, c.elements) for c in other if c.group == "tensor")
+            for mine, other in ((sketched, dense), (dense, sketched))
+        )
+        allowed = {tokens * rank, hidden * rank}
+        grams = 2 * 2 * rank * rank
+        large = {key: n for key, n in added.items() if key[1] > grams}
+        assert {elements for _, elements in large} == allowed
+        # 2 layers with 2 row-parallel targets each, 4 micro-batches.
+        micro, row_parallel = 4, 2 * 2
+        project = "reduce_scatter" if sequence else "all_reduce"
+        assert large[project, tokens * rank] == micro * row_parallel
+        assert large["all_gather", hidden * rank] == row_parallel
+        assert large.get(("all_gather", tokens * rank), 0) == sequence * micro * row_parallel
+        assert large.get(("reduce_scatter", hidden * rank), 0) == sequence * micro * row_parallel
+        # Dense training alone gathers the inputs again, for weight gradients.
+        assert (("all_gather", tokens * hidden) in absent) == sequence
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import tiny_config
 from reference import Reference, config_for, make_batches, make_checkpoint
 from training import backward, make_learner
 
@@ -87,6 +88,29 @@ def test_input_gradients_are_unchanged_by_the_capture(recompute, tmp_path, pg, g
 
     sketched, dense = embedding_gradient("logra"), embedding_gradient("adam")
     assert relative_error(sketched, dense.double()) < 1e-6
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_is_trained_beside_sketches_has_its_dense_gradient(recompute, pg, generator):
+    """Norms, embeddings and all biases, those that sketched linears add themselves included."""
+    batches = make_batches(generator, LENGTHS)
+    gradients = []
+    for kind in ("logra", "adam"):
+        cfg = tiny_config(
+            {"add_bias_linear": True, "add_qkv_bias": True},
+            optimizer={"kind": kind, "non_targets": "adam"},
+            sketch={"rank": 16},
+            train={"recompute": recompute},
+        )
+        learner = make_learner(cfg, pg)
+        backward(learner, batches)
+        named = learner.chunks[0].module.named_parameters()
+        gradients.append({name: p.main_grad.clone() for name, p in named if p.requires_grad})
+    beside, dense = gradients
+    assert sum(name.endswith("bias") for name in beside) == 2 * 4
+    for name, gradient in beside.items():
+        assert gradient.any()
+        assert relative_error(gradient, dense[name].double()) < 1e-5, name
 
 
 @pytest.mark.parametrize("non_targets", ["freeze", "adam"])

@@ -44,7 +44,7 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=12)
 
 def engine(model: nn.Module, pg: ProcessGroupCollection, **options: Any) -> StaticEngine:
     settings = {"stop_ids": frozenset(), "pad_id": 0, "max_sequence_length": 64, "batch_size": 8}
-    return StaticEngine(model, pg=pg, **(settings | options))
+    return StaticEngine([model], pg=pg, **(settings | options))
 
 
 def random_prompts(generator: torch.Generator, lengths: Sequence[int]) -> list[list[int]]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference import Batch
 
 from megatron_logra.config import Config
-from megatron_logra.model.gpt import build_model, forward_head, transformer_config
+from megatron_logra.model.gpt import build_chunks, forward_head, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights
 from megatron_logra.optimizer.learner import Learner
 from megatron_logra.optimizer.predicted_kl import ProbeBatch
@@ -18,10 +17,11 @@ from megatron_logra.optimizer.predicted_kl import ProbeBatch
 def make_learner(cfg: Config, pg: Any) -> Learner:
     """The configured model with its checkpoint's weights, ready to train."""
     tconfig, arguments = transformer_config(cfg)
-    model = build_model(tconfig, arguments, pg)
+    chunks = build_chunks(tconfig, arguments, pg)
     if cfg.model.hf is not None:
-        load_hf_weights(cfg.model.hf, model)
-    return Learner([model], tconfig, cfg, pg)
+        for chunk in chunks:
+            load_hf_weights(cfg.model.hf, chunk)
+    return Learner(chunks, tconfig, cfg, pg)
 
 
 def backward(learner: Learner, batches: list[Batch]) -> None:
@@ -42,15 +42,7 @@ def backward(learner: Learner, batches: list[Batch]) -> None:
         return forward_head(model, batch.tokens, batch.positions, head), loss
 
     learner.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=learner.chunks,
-        num_microbatches=len(batches),
-        seq_length=batches[0].tokens.shape[1],
-        micro_batch_size=len(batches[0].tokens),
-        forward_only=False,
-    )
+    learner.forward_backward(forward_step, batches, batches[0].tokens.shape[1])
 
 
 def probe_of(batch: Batch) -> ProbeBatch:

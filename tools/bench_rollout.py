@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ).tolist()
     sampling = SamplingConfig(max_tokens=options.tokens)
     engine = StaticEngine(
-        model,
+        [model],
         stop_ids=frozenset(),
         pad_id=0,
         max_sequence_length=options.prompt_tokens + options.tokens,

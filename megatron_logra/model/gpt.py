@@ -49,6 +49,7 @@ MODERN_DEFAULTS: dict[str, Any] = {
 SET_ELSEWHERE: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
     "context_parallel_size": "parallel.context",
     "expert_model_parallel_size": "parallel.expert",
     "sequence_parallel": "parallel.sequence",
@@ -78,7 +79,6 @@ UNSUPPORTED = (
     "use_kitchen",
     "fp8",
     "fp4",
-    "virtual_pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
 )
 """Fields that would need other layers than the dense ones of `specs`."""
@@ -123,6 +123,9 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     fields |= {
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": (
+            cfg.parallel.virtual_pipeline if cfg.parallel.virtual_pipeline > 1 else None
+        ),
         "context_parallel_size": cfg.parallel.context,
         "expert_model_parallel_size": cfg.parallel.expert,
         "sequence_parallel": cfg.parallel.sequence,
@@ -130,8 +133,12 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         "pipeline_dtype": precision,
         "bf16": precision == torch.bfloat16,
         "attention_softmax_in_fp32": True,
-        # Sequences differ in length from one micro-batch to the next.
-        "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Sequences differ in length from one micro-batch to the next. Between two ranks with
+        # several chunks each, Megatron cannot tell the announced lengths of both directions apart.
+        "variable_seq_lengths": cfg.parallel.pipeline > 1 and cfg.parallel.virtual_pipeline == 1,
+        # For the same reason it sends tensors of the interleaved schedule in a fixed order.
+        "overlap_p2p_comm": cfg.parallel.virtual_pipeline > 1,
+        "batch_p2p_comm": cfg.parallel.virtual_pipeline == 1,
         # Of no use without experts, but the default does not go with the line above.
         "moe_token_dispatcher_type": "alltoall",
         # Losses and gradients are normalised by the tokens of the whole global batch.
@@ -142,6 +149,22 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         "use_cpu_initialization": platform.device().type == "cpu",
         "transformer_impl": choose_implementation(cfg.model.implementation),
     }
+    chunks = cfg.parallel.pipeline * cfg.parallel.virtual_pipeline
+    if fields["num_layers"] % chunks and not _sets_stages(fields):
+        name = "pipeline" if cfg.parallel.virtual_pipeline == 1 else "pipeline · virtual_pipeline"
+        raise UserError(
+            f"parallel.{name}: {chunks} does not divide the model's "
+            f"num_layers={fields['num_layers']}"
+        )
+    if (
+        cfg.parallel.context > 1
+        and fields.get("window_size") is not None
+        and (fields["transformer_impl"] == "local")
+    ):
+        raise UserError(
+            f"parallel.context={cfg.parallel.context}: local layers have no sliding window over "
+            "context-parallel ranks; expected 1, or Transformer Engine"
+        )
     if cfg.train.recompute != "none":
         fields["recompute_granularity"] = cfg.train.recompute
     if cfg.train.recompute == "full":
@@ -152,28 +175,45 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
 
 
+def build_chunks(
+    config: TransformerConfig, arguments: GPTArguments, pg: ProcessGroupCollection
+) -> list[GPTModel]:
+    """This rank's part of the model: one chunk, or several with interleaved pipeline stages.
+
+    The random weights depend on the seed alone. Parameters have `config.params_dtype`; the chunks
+    are in training mode.
+    """
+    count = config.virtual_pipeline_model_parallel_size
+    return [
+        build_model(config, arguments, pg, vp_stage=number if count else None)
+        for number in range(count or 1)
+    ]
+
+
 def build_model(
     config: TransformerConfig,
     arguments: GPTArguments,
     pg: ProcessGroupCollection,
     implementation: Implementation | None = None,
+    vp_stage: int | None = None,
 ) -> GPTModel:
-    """This rank's part of the model, with random weights that depend on the seed alone.
-
-    Parameters have `config.params_dtype`; the model is in training mode.
+    """One chunk of this rank's part of the model (see `build_chunks`).
 
     Args:
         implementation: overrides the layer implementation chosen in `config`.
+        vp_stage: which chunk, where there are several.
     """
     chosen = implementation or typing.cast(Implementation, config.transformer_impl)
     stage, stages = pg.pp.rank(), pg.pp.size()
+    last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
     model = GPTModel(
         config,
-        block_spec(config, chosen, stage),
+        block_spec(config, chosen, stage, vp_stage),
         vocab_size=arguments.vocab_size,
         max_sequence_length=arguments.max_sequence_length,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
+        pre_process=stage == 0 and not vp_stage,
+        post_process=stage == stages - 1 and (vp_stage or 0) == last_chunk,
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_percent=arguments.rotary_percent,
@@ -190,10 +230,11 @@ def build_model(
 
 
 def forward_head(model: nn.Module, tokens: Tensor, position_ids: Tensor, head: Head) -> Any:
-    """Run the model with a causal mask and hand the final hidden states to `head`.
+    """Run a model chunk with a causal mask and hand the final hidden states to `head`.
 
     Rows may be padded on the right: what comes after a position never changes it. Positions count
-    from 0 in every row (Megatron's rotary embedding knows no others).
+    from 0 in every row (Megatron's rotary embedding knows no others). Under context parallelism a
+    rank feeds, and gets, its own positions (see `context_parallel`).
 
     Args:
         model: a GPTModel, or a wrapper that forwards its arguments to one (such as DDP).
@@ -298,6 +339,19 @@ def _gpt_arguments(source: str, given: dict[str, Any], cfg: Config) -> GPTArgume
             f"{arguments.max_sequence_length} tokens"
         )
     return arguments
+
+
+def _sets_stages(fields: dict[str, Any]) -> bool:
+    """Whether the model says itself how its layers are laid out over pipeline stages."""
+    return any(
+        fields.get(name)
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    )
 
 
 def _as_tuple(hint: Any, value: Any) -> Any:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_logra.errors import UserError
-from megatron_logra.model.parameters import local_part, named_parameters, whole_shape
+from megatron_logra.model.parameters import EMBEDDING, local_part, named_parameters, whole_shape
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -183,7 +183,7 @@ def load_hf_weights(directory: str | Path, model: GPTModel) -> None:
     tp = model.pg_collection.tp
     for name, parameter in named_parameters(model):
         # On a last pipeline stage the tied output weight is a parameter of its own.
-        key = "embedding.word_embeddings.weight" if tied and name == "output_layer.weight" else name
+        key = EMBEDDING if tied and name == "output_layer.weight" else name
         if key not in table:
             raise UserError(f"{directory}: the model's {name} has no counterpart in a checkpoint")
         rule = table[key]

@@ -10,6 +10,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+EMBEDDING = "embedding.word_embeddings.weight"
+
 
 def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters with the names that they have in the whole model.
@@ -62,6 +64,8 @@ def initialise(model: GPTModel, seed: int) -> None:
     tp = model.pg_collection.tp
     with torch.random.fork_rng(devices=[]):
         for name, parameter in named_parameters(model):
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                name = EMBEDDING  # the last pipeline stage's copy of a tied weight
             if parameter.dim() < 2:
                 if "norm" not in name:
                     parameter.zero_()

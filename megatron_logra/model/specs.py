@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_logra.errors import UserError
+from megatron_logra.model.context_parallel import ContextParallelAttention
 from megatron_logra.model.norm import Norm
 
 Implementation = Literal["local", "transformer_engine"]
@@ -53,10 +54,15 @@ def choose_implementation(wanted: str) -> Implementation:
 
 
 def block_spec(
-    config: TransformerConfig, implementation: Implementation, pp_rank: int
+    config: TransformerConfig,
+    implementation: Implementation,
+    pp_rank: int,
+    vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The layers of pipeline stage `pp_rank` and the final norm of a dense GPT."""
+    """The layers of a pipeline stage (or one of its chunks) and the final norm of a dense GPT."""
     norm, column, row, attention = _modules(implementation)
+    if config.context_parallel_size > 1 and implementation == "local":
+        attention = ContextParallelAttention
     head_norm = norm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -86,7 +92,7 @@ def block_spec(
             },
         ),
     )
-    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -52,7 +53,7 @@ def local_twin(model: nn.Module) -> GPTModel:
     Raises:
         ValueError: the layers' parameters do not correspond.
     """
-    own: Any = getattr(model, "module", model)
+    own: Any = unwrap_model([model])[0]
     config = copy.copy(own.config)
     for name, value in UNFUSED.items():
         setattr(config, name, value)
@@ -60,11 +61,12 @@ def local_twin(model: nn.Module) -> GPTModel:
     with torch.device("meta"), _OnMeta():
         block = TransformerBlock(
             config,
-            block_spec(config, "local", own.pg_collection.pp.rank()),
+            block_spec(config, "local", own.pg_collection.pp.rank(), own.vp_stage),
             post_layer_norm=decoder.post_layer_norm,
             pre_process=decoder.pre_process,
             post_process=decoder.post_process,
             pg_collection=own.pg_collection,
+            vp_stage=own.vp_stage,
         )
     share_parameters(decoder, block)
     twin = copy.copy(own)

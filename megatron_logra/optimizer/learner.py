@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +25,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_logra import distributed, memory
+from megatron_logra import data_parallel, distributed, memory
 from megatron_logra.config import Config, ScheduleConfig
 from megatron_logra.model.parameters import whole_name
 from megatron_logra.optimizer.adam_state import allow_loading
@@ -37,7 +38,7 @@ from megatron_logra.optimizer.master_weights import Fp32Master
 from megatron_logra.optimizer.predicted_kl import PredictedKL, ProbeBatch
 from megatron_logra.optimizer.sketch_optimizer import SketchDistributedOptimizer, StepReport
 from megatron_logra.optimizer.step_control import StepControl
-from megatron_logra.sketch.capture import SketchCapture, SketchProxies
+from megatron_logra.sketch.capture import SketchCapture, SketchProxies, Target
 from megatron_logra.sketch.layout import sketch_layout
 
 
@@ -98,10 +99,8 @@ class Learner:
         cfg: Config,
         pg: ProcessGroupCollection,
     ) -> None:
-        if len(chunks) != 1:
-            raise NotImplementedError("several model chunks on one rank")
-        (model,) = chunks
         self.cfg = cfg
+        self.tconfig = tconfig
         self.pg = pg
         self.update = 0
         """Updates applied so far."""
@@ -112,29 +111,28 @@ class Learner:
         if sketched:
             factor_dtype = _DTYPES[cfg.step_control.factor_dtype]
             capture = SketchCapture(
-                model,
+                chunks,
                 cfg.sketch,
                 factor_dtype,
                 tp_group=pg.tp,
                 sequence_parallel=tconfig.sequence_parallel,
-                whole_name=partial(whole_name, model),
+                whole_name=whole_name,
             )
             if not train_others:
-                model.requires_grad_(False)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
-        )
+                for chunk in chunks:
+                    chunk.requires_grad_(False)
+        ddp_config = data_parallel.ddp_config(cfg.parallel, pg.dp_cp.size())
         # With all weights frozen it has no buffers; Megatron's schedule wants it all the same.
-        self.chunks = [_wrap(model, tconfig, ddp_config, pg)]
+        self.chunks = [_wrap(chunk, tconfig, ddp_config, pg) for chunk in chunks]
         self.config = _optimizer_config(cfg)
         self.schedulers: list[OptimizerParamScheduler] = []
         optimizers: list[MegatronOptimizer] = []
         self.sketch: SketchDistributedOptimizer | None = None
         self.predictor: PredictedKL | None = None
-        self._sketch_ddp: DistributedDataParallel | None = None
+        self._sketch_ddps: list[DistributedDataParallel] = []
         if capture is not None:
             self.predictor = PredictedKL(
-                self.chunks[0],
+                self.chunks,
                 capture,
                 temperature=cfg.rollout.sampling.temperature
                 if cfg.algorithm.name != "sft"
@@ -145,10 +143,16 @@ class Learner:
                 estimator=cfg.step_control.estimator,
                 pg=pg,
             )
-            self._sketch_ddp = _wrap_proxies(capture, tconfig, ddp_config, pg, cfg.sketch.rank)
+            self._sketch_ddps = [
+                _wrap_proxies(targets, tconfig, ddp_config, pg, cfg.sketch.rank)
+                for targets in capture.by_chunk
+            ]
+            if ddp_config.overlap_grad_reduce:
+                # Proxies are not in the graph, so DDP's own hooks on them never fire.
+                capture.sketch_ready = data_parallel.start_reductions(self._sketch_ddps)
             self.sketch = SketchDistributedOptimizer(
                 self.config,
-                sketch_ddp=self._sketch_ddp,
+                sketch_ddps=self._sketch_ddps,
                 capture=capture,
                 predictor=self.predictor,
                 optimizer=cfg.optimizer,
@@ -179,7 +183,7 @@ class Learner:
 
     @property
     def _ddps(self) -> list[DistributedDataParallel]:
-        return [*self.chunks, *([self._sketch_ddp] if self._sketch_ddp is not None else [])]
+        return [*self.chunks, *self._sketch_ddps]
 
     def zero_grad(self) -> None:
         """Zero sketches and gradients; call it before the forward-backward passes of a step."""
@@ -187,6 +191,37 @@ class Learner:
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def forward_backward(
+        self, forward_step: Callable[..., Any], batches: Sequence[Any], seq_length: int
+    ) -> list[Any]:
+        """Run micro-batches through Megatron's schedule for this layout, and reduce the gradients.
+
+        Args:
+            forward_step: called with an iterator over `batches` and a model chunk, as Megatron's
+                schedules do.
+            batches: this data-parallel rank's micro-batches, the same on all ranks of a replica.
+            seq_length: longest sequence of them; they may differ.
+
+        Returns:
+            The micro-batches' reports on the last pipeline stage; an empty list elsewhere.
+        """
+        chunks = len(self.chunks)
+        iterators = [iter(batches) for _ in self.chunks]
+        reports: list[Any] = get_forward_backward_func(
+            self.pg.pp.size(), chunks if chunks > 1 else None
+        )(
+            forward_step_func=forward_step,
+            data_iterator=iterators if chunks > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=seq_length,
+            micro_batch_size=self.cfg.train.micro_batch_size,
+            forward_only=False,
+            p2p_communicator=P2PCommunicator(self.pg.pp, self.tconfig),
+            pg_collection=self.pg,
+        )
+        return reports
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -202,15 +237,16 @@ class Learner:
         """Reduce gradients and sketches, and divide both by the global batch's tokens."""
         started = time.perf_counter()
         finalize_model_grads(model, num_tokens, **kwargs)
-        size = self.pg.dp_cp.size()
-        for chunk in self.chunks:  # one reduce-scatter of each buffer
-            self._sent["gradient"] += _ring_bytes([b.grad_data for b in chunk.buffers], size)
-        if self._sketch_ddp is not None:
-            self._sketch_ddp.finish_grad_sync()
-            buffers = [buffer.grad_data for buffer in self._sketch_ddp.buffers]
-            self._sent["sketch"] += _ring_bytes(buffers, size)
+        sizes = self.pg.intra_dp_cp.size(), self.cfg.parallel.optimizer_instances
+        for chunk in self.chunks:
+            buffers = [buffer.grad_data for buffer in chunk.buffers]
+            self._sent["gradient"] += data_parallel.reduce_bytes(buffers, *sizes)
+        for ddp in self._sketch_ddps:
+            ddp.finish_grad_sync()
+            buffers = [buffer.grad_data for buffer in ddp.buffers]
+            self._sent["sketch"] += data_parallel.reduce_bytes(buffers, *sizes)
             if num_tokens is not None:  # by now the sum over all ranks
-                self._sketch_ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
+                ddp.scale_gradients(1.0 / num_tokens.clamp(min=1))
         self._reduce_seconds = time.perf_counter() - started
 
     # --- the step ---------------------------------------------------------------------------
@@ -315,28 +351,29 @@ class Learner:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held on this rank by kind, counted from the tensors themselves."""
-        return memory.count(self.chunks, self._sketch_ddp, self.sketch, self.adam)
+        return memory.count(self.chunks, self._sketch_ddps, self.sketch, self.adam)
 
     def comm_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent over data-parallel collectives since `zero_grad`, by kind.
 
-        gradient, sketch: reduce-scatters of the fp32 buffers. parameter: all-gathers of directions
-        in the factor type, of the bf16 weights of sharded masters, and of parameters that Adam
-        trains. A collective over n ranks counts as in a ring, (n - 1)/n of its buffer.
+        gradient, sketch: reduce-scatters of the fp32 buffers, and all-reduces of each rank's share
+        over optimizer instances. parameter: all-gathers of directions in the factor type, of the
+        bf16 weights of sharded masters, and of parameters that Adam trains. A reduce-scatter or
+        all-gather over n ranks counts as in a ring, (n - 1)/n of its buffer.
         """
         return dict(self._sent)
 
     def _count_gathers(self, applied: bool, report: StepReport) -> None:
         """Add what a step has gathered."""
-        size, gathered = self.pg.dp_cp.size(), []
-        if self._sketch_ddp is not None and report.direction_gathered:
-            gathered += [buffer.param_data for buffer in self._sketch_ddp.buffers]
+        size, gathered = self.pg.intra_dp_cp.size(), []
+        if report.direction_gathered:
+            gathered += [buffer.param_data for ddp in self._sketch_ddps for buffer in ddp.buffers]
         if self.sketch is not None and applied:
             for master in self.sketch.masters:
                 gathered += [master.weight] if isinstance(master, Fp32Master) else []
         if self.adam is not None and applied:
             gathered += [buffer.param_data for chunk in self.chunks for buffer in chunk.buffers]
-        self._sent["parameter"] += _ring_bytes(gathered, size)
+        self._sent["parameter"] += data_parallel.gather_bytes(gathered, size)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -346,7 +383,7 @@ class Learner:
         """State for Megatron's distributed checkpoints.
 
         Args:
-            model_sharded_state_dict: that of the model chunk, with its own tensors inside.
+            model_sharded_state_dict: that of the model chunks, with their own tensors inside.
             is_loading: whether it is a template to be filled.
         """
         state: dict[str, Any] = {
@@ -388,8 +425,9 @@ def _wrap(
     pg: ProcessGroupCollection,
 ) -> DistributedDataParallel:
     parameters = [p for p in model.parameters() if p.requires_grad]
+    bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
     layout = DistributedOptimizer.compute_full_param_layout(
-        parameters, None, pg.dp_cp.size(), ddp_config
+        parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config
     )
     return DistributedDataParallel(
         tconfig, ddp_config, model, pg_collection=pg, full_param_layout=layout
@@ -397,19 +435,21 @@ def _wrap(
 
 
 def _wrap_proxies(
-    capture: SketchCapture,
+    targets: list[Target],
     tconfig: TransformerConfig,
     ddp_config: DistributedDataParallelConfig,
     pg: ProcessGroupCollection,
     rank: int,
 ) -> DistributedDataParallel:
-    proxies = [target.proxy for target in capture.targets]
+    proxies = [target.proxy for target in targets]
+    bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
+    layout = sketch_layout(proxies, rank, pg.intra_dp_cp.size(), ddp_config, bucket_size)
     return DistributedDataParallel(
         tconfig,
         ddp_config,
-        SketchProxies(tconfig, capture.targets),
+        SketchProxies(tconfig, targets),
         pg_collection=pg,
-        full_param_layout=sketch_layout(proxies, rank, pg.dp_cp.size(), ddp_config),
+        full_param_layout=layout,
     )
 
 
@@ -450,11 +490,6 @@ def _scheduler(
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
-
-
-def _ring_bytes(buffers: list[torch.Tensor], size: int) -> int:
-    """Bytes that one of `size` ranks sends in a ring to reduce-scatter or all-gather `buffers`."""
-    return sum(buffer.numel() * buffer.element_size() * (size - 1) // size for buffer in buffers)
 
 
 def _finite(ddp: DistributedDataParallel) -> bool:

@@ -22,7 +22,7 @@ the step is in the realised KL only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,12 +30,15 @@ from typing import Any, Literal
 import torch
 import torch.autograd.forward_ad as forward_ad
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 
 from megatron_logra import distributed
 from megatron_logra.distributed import all_reduce
 from megatron_logra.errors import UserError
+from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import Head, LogitsFn, forward_head
+from megatron_logra.model.stages import through_stages
 from megatron_logra.model.twin import is_transformer_engine, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
@@ -72,7 +75,8 @@ class Policy:
     """What a policy's distributions on a probe can be made from once the weights have changed."""
 
     hidden: torch.Tensor
-    """This rank's last hidden states at the probe's generated positions, [n, 1, h]."""
+    """The last hidden states at this rank's generated positions of the probe, [n, 1, h]; empty on
+    pipeline stages that are not the last."""
     output_weight: torch.Tensor | None
     """A copy of the output layer's weight, if it is trained."""
 
@@ -81,20 +85,21 @@ class PredictedKL:
     """Measures steps of one model on probes.
 
     Args:
-        model: the model chunk (wrapped or not).
+        chunks: this rank's model chunks (wrapped or not).
         capture: the sketch hooks of its targets.
         temperature: softmax temperature T of the policy.
         chunk: positions whose logits exist at once.
         rows: responses in one forward pass.
         max_tokens: positions in one forward pass, unless a single response has more.
         estimator: how to predict; `auto` takes forward mode where every function has a rule.
-        pg: process groups. Data-parallel ranks share the responses; tensor-parallel ranks share
-            the vocabulary, of which only sums per position cross.
+        pg: process groups. Data-parallel ranks share the responses, context-parallel ranks their
+            positions; tensor-parallel ranks share the vocabulary, of which only sums per position
+            cross; pipeline stages pass hidden states and their tangents on.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         capture: SketchCapture,
         *,
         temperature: float,
@@ -104,7 +109,7 @@ class PredictedKL:
         estimator: Estimator,
         pg: ProcessGroupCollection,
     ) -> None:
-        self.model = model
+        self.chunks = chunks
         self.capture = capture
         self.temperature = temperature
         self.chunk = chunk
@@ -116,7 +121,7 @@ class PredictedKL:
         self.reason = ""
         """Why it is in use."""
         self.pg = pg
-        self._twin: torch.nn.Module | None = None
+        self._twins: list[torch.nn.Module] = []
 
     @torch.no_grad()
     def predict(self, probe: ProbeBatch, expected: float) -> float:
@@ -145,7 +150,8 @@ class PredictedKL:
                 return self._half_variances(_select(hidden, mask).split(self.chunk), logits_fn)
 
             with rules.forward_mode(), self.capture.tangent():
-                total += self._run(part, head)
+                found = self._run(part, head, tangents=True)
+            total += 0 if found is None else found
         return self._means(total, probe)[0]
 
     def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
@@ -184,11 +190,12 @@ class PredictedKL:
                     return torch.stack([moved, self._moments(middle, mean - middle, logits_fn) / 3])
 
             with self.capture.side_path(-step, seed=1):
-                total += self._run(part, head)
+                found = self._run(part, head)
+            total += 0 if found is None else found
         moved, noise = self._means(total, probe)
         return moved, noise
 
-    def _hidden_at(self, part: ProbeBatch, step: float) -> torch.Tensor:
+    def _hidden_at(self, part: ProbeBatch, step: float) -> Any:
         """The last hidden states at the mask, [n, 1, h], with a side path of length `step`."""
         with self.capture.side_path(step):
             return self._run(part, _picker(part))
@@ -221,9 +228,9 @@ class PredictedKL:
             return
         lack = self._lack_of_rules(probe)
         through = ""
-        if lack and is_transformer_engine(self.model):
-            self._twin = local_twin(self.model)
-            self.capture.follow(self._twin)
+        if lack and any(map(is_transformer_engine, self.chunks)):
+            self._twins = [local_twin(chunk) for chunk in self.chunks]
+            self.capture.follow(self._twins)
             lack, through = self._lack_of_rules(probe), " through local layers"
         if not lack:
             self.estimator, self.reason = "forward_ad", f"every function has a rule{through}"
@@ -235,22 +242,39 @@ class PredictedKL:
             self.estimator, self.reason = "finite_difference", lack
 
     def _lack_of_rules(self, probe: ProbeBatch) -> str:
-        """What forward mode lacks on any rank; empty if nothing."""
-        count = self.pg.tp.size()  # sequence parallelism divides the positions
-        few = ProbeBatch(
-            probe.tokens[:1, :count], probe.position_ids[:1, :count], probe.mask[:1, :count]
-        )
+        """What forward mode lacks in any chunk of any rank; empty if nothing.
+
+        Each chunk runs by itself, so that no pipeline stage waits for one that has found a lack.
+        """
+        tp, cp = self.pg.tp.size(), self.pg.cp.size()
+        count = tp * (2 * cp if cp > 1 else 1)  # what can be divided over the ranks
+        fields = (probe.tokens, probe.position_ids, probe.mask)
+        few = ProbeBatch(*(own_share(field[:1, :count], self.pg.cp) for field in fields))
 
         def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
             return self._half_variances([hidden[:1]], logits_fn)
 
         lack = ""
-        try:
-            with rules.forward_mode(), self.capture.tangent():
-                self._run(few, head)
-        except rules.MissingRule as error:
-            lack = str(error)
+        with self._probing():
+            for chunk in self._viewed():
+                try:
+                    self._set_input(chunk, few)
+                    with rules.forward_mode(), self.capture.tangent():
+                        forward_head(chunk, few.tokens, few.position_ids, head)
+                except rules.MissingRule as error:
+                    lack = lack or str(error)
         return next((found for found in distributed.each(lambda: lack) if found), "")
+
+    def _set_input(self, chunk: torch.nn.Module, part: ProbeBatch) -> None:
+        """Give a later stage's chunk some hidden states [s, 1, h] for these tokens."""
+        (bare,) = unwrap_model([chunk])
+        if bare.pre_process:
+            return
+        positions = part.tokens.shape[1]
+        if bare.config.sequence_parallel:
+            positions //= self.pg.tp.size()
+        weight = self.capture.targets[0].weight
+        bare.set_input_tensor(weight.new_ones(positions, 1, bare.config.hidden_size))
 
     # --- sums over positions ----------------------------------------------------------------
 
@@ -259,6 +283,7 @@ class PredictedKL:
 
     def _means(self, totals: torch.Tensor, probe: ProbeBatch) -> list[float]:
         """Means over the whole probe's positions, of sums over this rank's responses, [sums]."""
+        all_reduce(totals, self.pg.pp)  # zero everywhere but on the last stage
         return (all_reduce(totals, self.pg.dp_cp) / probe.mask.sum()).tolist()
 
     def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
@@ -287,10 +312,12 @@ class PredictedKL:
     @torch.no_grad()
     def remember(self, probe: ProbeBatch) -> Policy:
         """What `realised` needs of the policy as it is now."""
-        parts = [self._run(part, _picker(part)) for part in self._parts(probe)]
+        found = [self._run(part, _picker(part)) for part in self._parts(probe)]
+        parts = [hidden for hidden in found if hidden is not None]
         hidden = torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
         weight = self._output_weight()
-        return Policy(hidden, weight.detach().clone() if weight.requires_grad else None)
+        trained = weight is not None and weight.requires_grad
+        return Policy(hidden, weight.detach().clone() if weight is not None and trained else None)
 
     @torch.no_grad()
     def realised(self, probe: ProbeBatch, old: Policy) -> float:
@@ -315,11 +342,15 @@ class PredictedKL:
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
 
-            total += self._run(part, head)
+            found = self._run(part, head)
+            total += 0 if found is None else found
         return self._means(total, probe)[0]
 
-    def _output_weight(self) -> torch.nn.Parameter:
-        model: Any = getattr(self.model, "module", self.model)
+    def _output_weight(self) -> torch.nn.Parameter | None:
+        """The output layer's weight; None on pipeline stages that are not the last."""
+        model: Any = unwrap_model([self.chunks[-1]])[0]
+        if not model.post_process:
+            return None
         if model.share_embeddings_and_output_weights:
             return model.shared_embedding_or_output_weight()
         return model.output_layer.weight
@@ -328,8 +359,11 @@ class PredictedKL:
     def _output_weight_as(self, values: torch.Tensor | None) -> Iterator[None]:
         """Within: the output layer uses other values, if any; none are written."""
         weight = self._output_weight()
+        if weight is None or values is None:
+            yield
+            return
         own = weight.data
-        weight.data = own if values is None else values
+        weight.data = values
         try:
             yield
         finally:
@@ -344,31 +378,49 @@ class PredictedKL:
     # --- running the model ------------------------------------------------------------------
 
     def _parts(self, probe: ProbeBatch) -> Iterator[ProbeBatch]:
-        """This data-parallel rank's responses, some at a time, without what comes after them."""
+        """This rank's responses and positions, some responses at a time."""
         probe.require_tokens()
-        own = list(range(self.pg.dp_cp.rank(), len(probe.tokens), self.pg.dp_cp.size()))
+        own = list(range(self.pg.dp.rank(), len(probe.tokens), self.pg.dp.size()))
         own = [row for row in own if bool(probe.mask[row].any())]
         if not own:
             return
-        last = int(probe.mask[own].any(dim=0).nonzero().max()) + 1
-        multiple = self.pg.tp.size() if self.capture.sequence_parallel else 1
-        length = -(-last // multiple) * multiple
+        length = probe.tokens.shape[1]
+        if self.pg.cp.size() == 1:  # nothing counts that comes after the last generated token
+            last = int(probe.mask[own].any(dim=0).nonzero().max()) + 1
+            multiple = self.pg.tp.size() if self.capture.sequence_parallel else 1
+            length = -(-last // multiple) * multiple
         rows = max(1, min(self.rows, self.max_tokens // length))
         for start in range(0, len(own), rows):
             place = own[start : start + rows], slice(0, length)
-            yield ProbeBatch(probe.tokens[place], probe.position_ids[place], probe.mask[place])
+            fields = (probe.tokens[place], probe.position_ids[place], probe.mask[place])
+            yield ProbeBatch(*(own_share(field, self.pg.cp) for field in fields))
 
-    def _run(self, part: ProbeBatch, head: Head) -> Any:
-        """Run the model over `part` with `head` on its last hidden states; returns head's result.
+    def _run(self, part: ProbeBatch, head: Head, *, tangents: bool = False) -> Any:
+        """Run responses through the whole model; what `head` returns, None off the last stage."""
+        with self._probing():
+            return through_stages(
+                self._viewed(),
+                self.pg,
+                lambda chunk: forward_head(chunk, part.tokens, part.position_ids, head),
+                (len(part.tokens), part.tokens.shape[1]),
+                tangents=tangents,
+            )
 
-        In evaluation mode: no dropout, and no recomputation (which has no forward-mode rule).
-        """
-        training, model = self.model.training, self._twin or self.model
-        model.eval()
+    def _viewed(self) -> Sequence[torch.nn.Module]:
+        """The chunks, or their twins."""
+        return self._twins or self.chunks
+
+    @contextmanager
+    def _probing(self) -> Iterator[None]:
+        """Evaluation mode: no dropout, and no recomputation (which has no forward-mode rule)."""
+        training = [chunk.training for chunk in self.chunks]
+        for chunk in self._viewed():
+            chunk.eval()
         try:
-            return forward_head(model, part.tokens, part.position_ids, head)
+            yield
         finally:
-            model.train(training)
+            for chunk, mode in zip(self._viewed(), training, strict=True):
+                chunk.train(mode)
 
 
 def _picker(part: ProbeBatch) -> Head:

@@ -76,7 +76,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         self,
         config: OptimizerConfig,
         *,
-        sketch_ddp: DistributedDataParallel,
+        sketch_ddps: list[DistributedDataParallel],
         capture: SketchCapture,
         predictor: PredictedKL,
         optimizer: OptimizerSection,
@@ -98,12 +98,12 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             config,
             None,
             lambda *_: None,  # no state in the inner optimizer
-            model_chunks=[sketch_ddp],
-            per_model_buffers={0: sketch_ddp.buffers},
-            data_parallel_group=pg.dp_cp,
+            model_chunks=sketch_ddps,
+            per_model_buffers={i: ddp.buffers for i, ddp in enumerate(sketch_ddps)},
+            data_parallel_group=pg.intra_dp_cp,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
-            distributed_optimizer_instance_id=0,
+            distributed_optimizer_instance_id=pg.dp_cp.rank() // pg.intra_dp_cp.size(),
         )
         self.grad_stats_parallel_group = pg.intra_dist_opt
         self.tp_group = pg.tp
@@ -124,7 +124,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             for target, span in zip(capture.targets, self._spans, strict=True)
         ]
         self.masters = [
-            master_weight(target.weight, optimizer.master, pg.dp_cp) for target in capture.targets
+            master_weight(target.weight, optimizer.master, pg.intra_dp_cp)
+            for target in capture.targets
         ]
         self._new_moments: list[torch.Tensor] = []
         self._copy_model_grads_to_main_grads()
@@ -224,7 +225,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
             beta2=settings.beta2,
             eps=settings.eps,
             step=self.update + 1,
-            reduce_sums=lambda sums: all_reduce(sums, self.pg.tp_dp_cp),
+            # The ranks that together hold a layer's rows once.
+            reduce_sums=lambda sums: all_reduce(all_reduce(sums, self.pg.intra_dp_cp), self.pg.tp),
         )
         for s, factor in zip(sketches, factors, strict=True):
             s.mul_(factor.unsqueeze(1))
@@ -364,7 +366,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         span = self._spans[index]
         moment = torch.zeros(self.capture.targets[index].rows, device=self.moments[index].device)
         moment[span] = self.moments[index]
-        return all_reduce(moment, self.pg.dp_cp)
+        return all_reduce(moment, self.pg.intra_dp_cp)
 
     def _pieces(
         self, name: str, target: Target, value: torch.Tensor, is_loading: bool

@@ -7,19 +7,18 @@ tensors without memory; tensor-parallel ranks hold equal parts.
 from __future__ import annotations
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout
 
+from megatron_logra import data_parallel
 from megatron_logra.config import Config
 from megatron_logra.memory import KINDS
 from megatron_logra.optimizer.master_weights import master_bytes
-from megatron_logra.planner.shapes import BYTES, Kind, Model, Shape, Stage, layout_of
+from megatron_logra.planner.shapes import BYTES, Chunk, Kind, Model, Shape, Stage, layout_of
 from megatron_logra.sketch.layout import sketch_layout
 from megatron_logra.sketch.projection import projection_bytes
 
 _DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_DDP = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
 
 
 def static_memory(
@@ -54,21 +53,25 @@ class StageBuffers:
         self.cfg = model.cfg
         self.stage = stage
         self.tensor = model.layout.tensor
-        self.shards = model.layout.shards
-        self.gradients = self._dense_layout()
-        """Megatron's buffer of the weights that Adam trains; None if there are none."""
-        self.sketches = self._sketch_layout()
-        """The sketches' buffer; None if nothing is sketched."""
+        self.instances = model.cfg.parallel.optimizer_instances
+        self.shards = model.layout.shards // self.instances
+        """Ranks over which the optimizer state is divided."""
+        self._ddp = data_parallel.ddp_config(model.cfg.parallel, model.layout.shards)
+        self._bucket_size = data_parallel.bucket_size(self._ddp, stage.number)
+        self.gradients = [self._dense_layout(c) for c in stage.chunks if c.trained]
+        """Megatron's buffers of the weights that Adam trains, one a model chunk."""
+        self.sketches = [self._sketch_layout(c) for c in stage.chunks if c.targets]
+        """The sketches' buffers, one a model chunk."""
 
     @property
     def gradient_elements(self) -> int:
-        """Length of the gradient buffer, padding included."""
-        return 0 if self.gradients is None else self.gradients.bucket_indices[-1][1]
+        """Length of the gradient buffers, padding included."""
+        return sum(map(_length, self.gradients))
 
     @property
     def sketch_elements(self) -> int:
-        """Length of the sketches' buffer, padding included."""
-        return 0 if self.sketches is None else self.sketches.bucket_indices[-1][1]
+        """Length of the sketches' buffers, padding included."""
+        return sum(map(_length, self.sketches))
 
     def static(self) -> list[dict[str, int]]:
         """Bytes by kind and their sum `static`, for each of the ranks that share the stage."""
@@ -97,7 +100,7 @@ class StageBuffers:
             # Two fp32 moments for each number of Adam's; one for each row of a sketch.
             sizes["optimizer"] = 8 * trained + 4 * (sketched // cfg.sketch.rank)
             found.append(sizes | {"static": sum(sizes.values())})
-        return found
+        return found * self.instances
 
     def _master_elements(self, shard: int) -> int:
         """Elements of targets whose fp32 value this rank completes (see `master_weights`)."""
@@ -109,21 +112,19 @@ class StageBuffers:
             total += (min(share * (shard + 1), rows) - min(share * shard, rows)) * columns
         return total
 
-    def _dense_layout(self) -> PerBufferParamLayout | None:
-        if not self.stage.trained:
-            return None
-        tensors = _meta(self.stage.trained, _DTYPE[self.cfg.train.precision])
+    def _dense_layout(self, chunk: Chunk) -> PerBufferParamLayout:
+        tensors = _meta(chunk.trained, _DTYPE[self.cfg.train.precision])
         return _only_buffer(
-            DistributedOptimizer.compute_full_param_layout(tensors, None, self.shards, _DDP)
+            DistributedOptimizer.compute_full_param_layout(
+                tensors, self._bucket_size, self.shards, self._ddp
+            )
         )
 
-    def _sketch_layout(self) -> PerBufferParamLayout | None:
-        if not self.stage.targets:
-            return None
+    def _sketch_layout(self, chunk: Chunk) -> PerBufferParamLayout:
         rank = self.cfg.sketch.rank
-        proxies = [Shape(s.name, (sketch_rows(s, self.tensor), rank)) for s in self.stage.targets]
+        proxies = [Shape(s.name, (sketch_rows(s, self.tensor), rank)) for s in chunk.targets]
         tensors = _meta(proxies, _DTYPE[self.cfg.step_control.factor_dtype])
-        return _only_buffer(sketch_layout(tensors, rank, self.shards, _DDP))
+        return _only_buffer(sketch_layout(tensors, rank, self.shards, self._ddp, self._bucket_size))
 
 
 def sketch_rows(target: Shape, tensor: int) -> int:
@@ -148,15 +149,18 @@ def _only_buffer(layout: FullParamLayout) -> PerBufferParamLayout:
     return buffer
 
 
-def _owned(layout: PerBufferParamLayout | None, shards: int) -> list[int]:
-    """Numbers of parameters, padding aside, in the part of the buffer that each rank owns."""
+def _length(layout: PerBufferParamLayout) -> int:
+    return layout.bucket_indices[-1][1]
+
+
+def _owned(layouts: list[PerBufferParamLayout], shards: int) -> list[int]:
+    """Numbers of parameters, padding aside, in the parts of the buffers that each rank owns."""
     owned = [0] * shards
-    if layout is None:
-        return owned
-    for start, end, bucket in layout.param_index_map.values():
-        first, last = layout.bucket_indices[bucket]
-        share = (last - first) // shards
-        for shard in range((start - first) // share, (end - 1 - first) // share + 1):
-            low = first + share * shard
-            owned[shard] += min(end, low + share) - max(start, low)
+    for layout in layouts:
+        for start, end, bucket in layout.param_index_map.values():
+            first, last = layout.bucket_indices[bucket]
+            share = (last - first) // shards
+            for shard in range((start - first) // share, (end - 1 - first) // share + 1):
+                low = first + share * shard
+                owned[shard] += min(end, low + share) - max(start, low)
     return owned

@@ -11,6 +11,9 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+
+from megatron_logra.model.context_parallel import own_share
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,16 @@ class MicroBatch:
     places: tuple[int, ...]
     """Place of each row in the global batch."""
 
+    def own_share(self, group: dist.ProcessGroup) -> MicroBatch:
+        """The positions that this context-parallel rank holds."""
+        if group.size() == 1:
+            return self
+        mine = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in mine.items():
+            if isinstance(value, Tensor) and value.dim() == 2:
+                mine[name] = own_share(value, group)
+        return MicroBatch(**mine)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on a device."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -83,6 +96,8 @@ def micro_batches(
     pad_id: int,
     *,
     length_multiple: int = 1,
+    count_multiple: int = 1,
+    uniform: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> list[MicroBatch]:
     """The loss-carrying samples in micro-batches, the longest sequences first.
@@ -98,19 +113,31 @@ def micro_batches(
         micro_batch_size: rows of a micro-batch.
         pad_id: token id that fills rows up; what it is has no effect on the loss.
         length_multiple: s is a multiple of this (sequence parallelism divides s).
+        count_multiple: each share has a multiple of so many micro-batches, the last of which may
+            carry no loss.
+        uniform: all micro-batches have the same shape.
         share: which of so many shares.
     """
     number, shares = share
     places = [place for place, sample in enumerate(samples) if sample.carries_loss]
     places.sort(key=lambda place: (-_length(samples[place]), place))
     starts = range(0, len(places), micro_batch_size)
-    batches = [
-        _micro_batch([samples[place] for place in chosen], tuple(chosen), pad_id, length_multiple)
-        for chosen in (places[start : start + micro_batch_size] for start in starts[number::shares])
+    chosen = [places[start : start + micro_batch_size] for start in starts[number::shares]]
+    wanted = -(-len(starts) // shares)
+    wanted = -(-wanted // count_multiple) * count_multiple
+    chosen += [[]] * (wanted - len(chosen))
+    rows = micro_batch_size if uniform else 1
+    longest = _length(samples[places[0]]) - 1 if uniform and places else 0
+    return [
+        _micro_batch(
+            [samples[place] for place in some] + [_without_loss(pad_id)] * (rows - len(some)),
+            (*some, *[_NOWHERE] * (rows - len(some))),
+            pad_id,
+            length_multiple,
+            longest,
+        )
+        for some in chosen
     ]
-    if len(batches) * shares < len(starts):
-        batches.append(_without_loss(pad_id, length_multiple))
-    return batches
 
 
 @dataclass(frozen=True)
@@ -152,9 +179,12 @@ def probe_batch(
     return ProbeTensors(batch.tokens, batch.position_ids, batch.loss_mask)
 
 
-def _without_loss(pad_id: int, length_multiple: int) -> MicroBatch:
-    """One row of padding, at no place of the global batch."""
-    return _micro_batch([Sample([pad_id, pad_id], [])], (-1,), pad_id, length_multiple)
+_NOWHERE = -1  # the place of a row of padding
+
+
+def _without_loss(pad_id: int) -> Sample:
+    """A row of padding."""
+    return Sample([pad_id, pad_id], [])
 
 
 def _length(sample: Sample) -> int:
@@ -162,9 +192,13 @@ def _length(sample: Sample) -> int:
 
 
 def _micro_batch(
-    samples: Sequence[Sample], places: tuple[int, ...], pad_id: int, length_multiple: int
+    samples: Sequence[Sample],
+    places: tuple[int, ...],
+    pad_id: int,
+    length_multiple: int,
+    shortest: int = 0,
 ) -> MicroBatch:
-    longest = max(map(_length, samples)) - 1
+    longest = max(shortest, *(_length(sample) - 1 for sample in samples))
     shape = (len(samples), -(-longest // length_multiple) * length_multiple)
     tokens = torch.full(shape, pad_id, dtype=torch.int64)
     targets = torch.full(shape, pad_id, dtype=torch.int64)

@@ -74,7 +74,7 @@ def policy_head(
     def head(hidden: Tensor, logits_fn: LogitsFn) -> Loss:
         places = _places(batch.loss_mask)
         if places.numel() == 0:
-            return _nothing(hidden, batch)
+            return _nothing(hidden, batch, logits_fn)
         rows = places % batch.tokens.shape[0]
         logprobs, entropy = token_logprobs(
             hidden,
@@ -136,7 +136,7 @@ def sft_head(
     def head(hidden: Tensor, logits_fn: LogitsFn) -> Loss:
         places = _places(batch.loss_mask)
         if places.numel() == 0:
-            return _nothing(hidden, batch)
+            return _nothing(hidden, batch, logits_fn)
         logprobs, entropy = token_logprobs(
             hidden,
             logits_fn,
@@ -306,9 +306,13 @@ def _count(places: Tensor) -> Tensor:
     return torch.tensor(places.numel(), dtype=torch.int32, device=places.device)
 
 
-def _nothing(hidden: Tensor, batch: MicroBatch) -> Loss:
-    """The loss of no tokens: 0, with a gradient of 0 whatever the hidden states are."""
-    zero = hidden[:0].float().sum()
+def _nothing(hidden: Tensor, batch: MicroBatch, logits_fn: LogitsFn) -> Loss:
+    """The loss of no tokens: 0, with a gradient of 0 whatever the hidden states are.
+
+    All weights take part, the output layer's too: gradients are reduced once each has come.
+    """
+    logits = logits_fn(hidden.new_zeros(1, 1, hidden.shape[-1]))
+    zero = hidden[:0].float().sum() + logits[:0].float().sum()
     nonfinite = torch.zeros_like(batch.completed)
     return zero, _count(hidden.new_empty(0)), LossReport({}, nonfinite)
 

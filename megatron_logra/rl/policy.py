@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_logra import checkpoint, distributed
 from megatron_logra.config import Config, SamplingConfig
 from megatron_logra.errors import UserError
-from megatron_logra.model.gpt import GPTArguments, build_model, transformer_config
+from megatron_logra.model.gpt import GPTArguments, build_chunks, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights
 from megatron_logra.model.tokenizer import Tokenizer, load_tokenizer
 from megatron_logra.rollout.static_engine import StaticEngine
@@ -27,13 +27,13 @@ _IDENTITY = (
 
 @dataclass(frozen=True)
 class Policy:
-    """A model on this rank and what belongs to it."""
+    """This rank's part of a model and what belongs to it."""
 
     config: Config
     pg: ProcessGroupCollection
     tconfig: TransformerConfig
     arguments: GPTArguments
-    model: GPTModel
+    chunks: list[GPTModel]
     tokenizer: Tokenizer
 
     @property
@@ -50,23 +50,41 @@ class Policy:
 
     @property
     def length_multiple(self) -> int:
-        """Padded sequences are as long as a multiple of this: positions may be divided over TP."""
-        return self.pg.tp.size() if self.tconfig.sequence_parallel else 1
+        """Padded sequences are as long as a multiple of this: ranks may share their positions."""
+        cp = self.pg.cp.size()
+        context = 2 * cp if cp > 1 else 1
+        return context * (self.pg.tp.size() if self.tconfig.sequence_parallel else 1)
 
     @property
     def data_rank(self) -> tuple[int, int]:
-        """Which share of a batch is this rank's, and the number of shares."""
+        """Which share of a batch this rank trains on, and the number of shares."""
         return self.pg.dp.rank(), self.pg.dp.size()
 
     @property
+    def rollout_rank(self) -> tuple[int, int]:
+        """Which share of the problems this rank generates for, and the number of shares.
+
+        Context-parallel ranks hold the same weights, and generate for problems of their own.
+        """
+        return self.pg.dp_cp.rank(), self.pg.dp_cp.size()
+
+    @property
     def first_of_replica(self) -> bool:
-        """Whether this rank speaks for the ranks that hold the model together."""
-        return bool(self.pg.tp.rank() == 0)
+        """Whether this rank speaks for the ranks that hold a copy of the model together.
+
+        It is on the last pipeline stage, where losses are.
+        """
+        return bool(self.pg.tp.rank() == 0 and self.pg.pp.rank() == self.pg.pp.size() - 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Megatron's interleaved schedule wants a multiple of so many micro-batches."""
+        return self.pg.pp.size() if len(self.chunks) > 1 else 1
 
     def engine(self) -> StaticEngine:
         """A generator over this model's own weights."""
         return StaticEngine(
-            self.model,
+            self.chunks,
             stop_ids=self.tokenizer.stop_ids,
             pad_id=self.tokenizer.pad_id,
             max_sequence_length=self.max_length,
@@ -99,8 +117,8 @@ class Policy:
         """
         description = distributed.first(lambda: checkpoint.read_description(path))
         checkpoint.require_same(path, description["model"], self.description(), "model")
-        loaded = checkpoint.load(path, checkpoint.weights_state([self.model]))
-        checkpoint.set_weights([self.model], loaded)
+        loaded = checkpoint.load(path, checkpoint.weights_state(self.chunks))
+        checkpoint.set_weights(self.chunks, loaded)
         return description
 
 
@@ -115,13 +133,8 @@ def join_ranks(config: Config) -> None:
         UserError: the layout is not one that rollouts and training run in, or not one of as many
             ranks.
     """
-    for name in ("pipeline", "context", "expert"):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            raise UserError(
-                f"parallel.{name}={size}: not supported here; training, evaluation and generation "
-                "run over tensor- and data-parallel ranks; expected 1"
-            )
+    if config.parallel.expert > 1:
+        raise UserError(f"parallel.expert={config.parallel.expert}: expected 1; models are dense")
     distributed.join(config.parallel)
 
 
@@ -135,7 +148,8 @@ def build_policy(config: Config) -> Policy:
     pg = distributed.initialize(config.parallel, config.train.seed)
     tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
-    model = build_model(tconfig, arguments, pg)
+    chunks = build_chunks(tconfig, arguments, pg)
     if config.model.hf is not None:
-        load_hf_weights(config.model.hf, model)
-    return Policy(config, pg, tconfig, arguments, model, tokenizer)
+        for chunk in chunks:
+            load_hf_weights(config.model.hf, chunk)
+    return Policy(config, pg, tconfig, arguments, chunks, tokenizer)

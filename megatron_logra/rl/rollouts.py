@@ -105,7 +105,7 @@ class RolloutMaker:
         """
         started = time.perf_counter()
         prompts = [self.prompt(problem) for problem in problems]
-        number, shares = self.policy.data_rank
+        number, shares = self.policy.rollout_rank
         own = slice(*(len(problems) * place // shares for place in (number, number + 1)))
         own_responses = self.engine.generate(
             prompts[own],

@@ -14,14 +14,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra import distributed, memory, platform
@@ -35,6 +34,7 @@ from megatron_logra.metrics import (
     read_metrics,
 )
 from megatron_logra.model.gpt import forward_head
+from megatron_logra.model.stages import through_stages
 from megatron_logra.optimizer.learner import Learner, StepResult
 from megatron_logra.optimizer.predicted_kl import ProbeBatch
 from megatron_logra.progress import Progress
@@ -112,7 +112,7 @@ class Trainer:
         self.policy = build_policy(config)
         if source is None and config.checkpoint.load is not None:
             self.policy.load_weights(Path(config.checkpoint.load))
-        self.learner = Learner([self.policy.model], self.policy.tconfig, config, self.policy.pg)
+        self.learner = Learner(self.policy.chunks, self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
         self._saved_step = 0
         self._reason = ""
@@ -240,6 +240,8 @@ class Trainer:
             config.train.micro_batch_size,
             pad_id,
             length_multiple=self.policy.length_multiple,
+            count_multiple=self.policy.micro_batch_multiple,
+            uniform=len(self.policy.chunks) > 1,
             share=self.policy.data_rank,
         )
         record["train/tokens"] = sum(len(s.response_ids) for s in samples if s.carries_loss)
@@ -308,32 +310,35 @@ class Trainer:
             Sums over the loss-carrying tokens of the global batch by name, and the places of its
             samples that are not finite.
         """
-        done = 0
-        device = platform.device()
+        done, passes = 0, len(batches) * len(self.learner.chunks)
 
-        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+        def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> Any:
             nonlocal done
-            self.progress.phase("train", done, len(batches))
+            self.progress.phase("train", done, passes)
             done += 1
-            batch = next(data).to(device)
-            return forward_head(model, batch.tokens, batch.position_ids, self._head(batch)), _as_is
+            return self._forward(self._own(next(data)))(chunk), _as_is
 
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.learner.chunks,
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens.shape[1] for batch in batches),
-            micro_batch_size=self.config.train.micro_batch_size,
-            forward_only=False,
+        reports = self.learner.forward_backward(
+            forward_step, batches, max(batch.tokens.shape[1] for batch in batches)
         )
         return self._over_ranks(reports, batches)
+
+    def _own(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's positions of a micro-batch, on its device."""
+        return batch.own_share(self.policy.pg.cp).to(platform.device())
+
+    def _forward(self, batch: MicroBatch) -> Callable[[torch.nn.Module], Any]:
+        """Runs a model chunk on a micro-batch, to the loss if it is the last one."""
+        return lambda chunk: forward_head(
+            chunk, batch.tokens, batch.position_ids, self._head(batch)
+        )
 
     def _over_ranks(
         self, reports: list[losses.LossReport], batches: list[MicroBatch]
     ) -> tuple[dict[str, float], list[int]]:
         """`losses.total` over the global batch, the same on every rank."""
-        sums, bad = losses.total(reports, batches)
+        # Only the last pipeline stage has losses.
+        sums, bad = losses.total(reports, batches) if reports else ({}, [])
         # Ranks that hold the model together have computed the same sums; they count once.
         own = (sums if self.policy.first_of_replica else {}, bad)
         every = distributed.each(lambda: own)
@@ -414,7 +419,8 @@ class Trainer:
         samples = [self._target(problem) for problem in problems]
         size, pad_id = self.config.train.micro_batch_size, self.policy.tokenizer.pad_id
         reports: list[losses.LossReport] = []
-        self.policy.model.eval()
+        for chunk in self.policy.chunks:
+            chunk.eval()
         batches = micro_batches(
             samples,
             size,
@@ -422,13 +428,16 @@ class Trainer:
             length_multiple=self.policy.length_multiple,
             share=self.policy.data_rank,
         )
-        for batch in (batch.to(platform.device()) for batch in batches):
+        for batch in map(self._own, batches):
             self.progress.phase("eval", len(reports), len(batches))
-            head = self._head(batch)
-            reports.append(
-                forward_head(self.policy.model, batch.tokens, batch.position_ids, head)[2]
+            rows, length = batch.tokens.shape
+            loss = through_stages(
+                self.policy.chunks, self.policy.pg, self._forward(batch), (rows, length)
             )
-        self.policy.model.train()
+            if loss is not None:
+                reports.append(loss[2])
+        for chunk in self.policy.chunks:
+            chunk.train()
         return _ratio(self._over_ranks(reports, batches)[0], "loss")
 
     # --- accounts ---------------------------------------------------------------------------
@@ -519,7 +528,7 @@ class Trainer:
         if not same_layout:
             del wanted["rng"]
         loaded = checkpoints.load(path, wanted)
-        checkpoints.set_weights([self.policy.model], loaded)
+        checkpoints.set_weights(self.policy.chunks, loaded)
         self.learner.load_state_dict(loaded["learner"])
         if same_layout:
             checkpoints.set_rng_state(loaded["rng"])
@@ -538,7 +547,7 @@ class Trainer:
         weights = checkpoints.weights_state(self.learner.chunks)
         return {
             **weights,
-            "learner": self.learner.sharded_state_dict(weights["model0"], is_loading),
+            "learner": self.learner.sharded_state_dict(weights, is_loading),
             "rng": checkpoints.rng_state(self.policy.pg),
         }
 

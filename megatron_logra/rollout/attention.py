@@ -21,6 +21,25 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 
 
+def decodes_quickly(model: GPTModel) -> bool:
+    """Whether `quick_decoding` changes anything about `model`."""
+    config = model.config
+    return (
+        len(_with_local_attention(model)) == len(model.decoder.layers)
+        and model.position_embedding_type == "rope"
+        and not (config.no_rope_freq or config.flash_decode or config.multi_latent_attention)
+    )
+
+
+def _with_local_attention(model: GPTModel) -> list[SelfAttention]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, SelfAttention)
+        and isinstance(module.core_attention, DotProductAttention)
+    ]
+
+
 @contextmanager
 def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
     """Let `model` decode as described above, over sequences of up to `length` tokens.
@@ -29,21 +48,12 @@ def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
     at the end; other models (Transformer Engine's attention is quick by itself) stay as they are.
     Within, every forward pass needs a fresh static inference context or one filled within.
     """
-    cores = [
-        module
-        for module in model.modules()
-        if isinstance(module, SelfAttention) and type(module.core_attention) is DotProductAttention
-    ]
-    config = model.config
-    supported = (
-        len(cores) == len(model.decoder.layers)
-        and model.position_embedding_type == "rope"
-        and not (config.no_rope_freq or config.flash_decode or config.multi_latent_attention)
-    )
-    if not supported:
+    if not decodes_quickly(model):
         yield
         return
-    angles = model.rotary_pos_emb(length)
+    cores = _with_local_attention(model)
+    # As if for a packed sequence: of all positions, whatever a context-parallel rank trains on.
+    angles = model.rotary_pos_emb(length, packed_seq=True)
     originals = [module.core_attention for module in cores]
     position_embedding_type = model.position_embedding_type
     try:
@@ -86,7 +96,10 @@ class _DecodingCore(nn.Module):
         query = self._rotate(query, angles)
         key[total - new :] = self._rotate(key[total - new :], angles)
         if new > 1 or not self.plain:
-            return self.original(query, key, value, attention_mask, **options)
+            # Megatron's own, also of a subclass that divides positions over ranks.
+            return DotProductAttention.forward(
+                self.original, query, key, value, attention_mask, **options
+            )
         _, batch, heads, channels = query.shape
         groups = key.size(2)
         # The query heads that share a key head are the rows of one small matrix product. Products

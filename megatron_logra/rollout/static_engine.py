@@ -7,27 +7,32 @@ row is ever padded: positions and attention are those of the training forward pa
 layers are.
 
 Tensor-parallel ranks generate together. Each gets the logits of the whole vocabulary, the same to
-the last bit, and so draws the same tokens.
+the last bit, and so draws the same tokens. Pipeline stages run one after the other; the last one
+draws and tells the others, for which logits are tensors of no columns. Context-parallel ranks
+hold the same weights and generate for themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from megatron_logra import platform
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
-from megatron_logra.rollout.attention import quick_decoding
+from megatron_logra.model.stages import through_stages
+from megatron_logra.rollout.attention import decodes_quickly, quick_decoding
 from megatron_logra.rollout.sampling import noise, sample
 
 _PREFILL_TOKENS = 4096  # prompt tokens of one forward pass, at least one prompt
@@ -60,7 +65,7 @@ class StaticEngine:
     """Generates with a GPTModel; keeps nothing between calls, so weights may change in between.
 
     Args:
-        model: a GPTModel, or Megatron's wrapper around one.
+        chunks: this rank's GPTModels, or Megatron's wrappers around them.
         stop_ids: tokens that end a response.
         pad_id: kept for the common interface of engines; nothing is padded here.
         max_sequence_length: most tokens of a prompt and its response together.
@@ -70,7 +75,7 @@ class StaticEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        chunks: Sequence[nn.Module],
         *,
         stop_ids: Collection[int],
         pad_id: int,
@@ -78,15 +83,16 @@ class StaticEngine:
         batch_size: int,
         pg: ProcessGroupCollection,
     ) -> None:
-        if pg.pp.size() > 1 or pg.cp.size() > 1:
+        self.chunks: list[GPTModel] = unwrap_model(list(chunks))
+        if pg.cp.size() > 1 and not all(map(decodes_quickly, self.chunks)):
             raise UserError(
-                "rollout.engine=static: expected parallel.pipeline=1 and parallel.context=1, "
-                f"got {pg.pp.size()} and {pg.cp.size()}"
+                f"parallel.context={pg.cp.size()}: rollouts with the weights of context-parallel "
+                "ranks need model.implementation=local and rotary embeddings in all layers"
             )
-        self.model = unwrap_model(model)
+        self.pg = pg
         self.stop_ids = frozenset(stop_ids)
         self.pad_id = pad_id
-        self.max_sequence_length = min(max_sequence_length, self.model.max_sequence_length)
+        self.max_sequence_length = min(max_sequence_length, self.chunks[0].max_sequence_length)
         self.batch_size = batch_size
 
     def generate(
@@ -145,7 +151,7 @@ class StaticEngine:
             nonlocal finished
             places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
             uniforms = noise(*places.to(logits.device).T, seed=seed, update=update, stream=stream)
-            tokens, logprobs = sample(logits, uniforms, sampling)
+            tokens, logprobs = self._draw(logits, uniforms, sampling)
             ended = []
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 row.response.token_ids.append(token)
@@ -158,10 +164,31 @@ class StaticEngine:
                 progress(finished, len(prompts) * samples_per_prompt)
             return ended
 
-        with _generating(self.model, self.max_sequence_length):
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(_generating(chunk, self.max_sequence_length))
             for wave in _waves(rows, self.batch_size):
                 self._run(wave, choose)
         return responses
+
+    def _draw(
+        self, logits: Tensor, uniforms: Tensor, sampling: SamplingConfig
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each row and its logprob, on all pipeline stages: [rows] each."""
+        group = self.pg.pp
+        if group.size() == 1:
+            return sample(logits, uniforms, sampling)
+        # float64 holds every token id exactly.
+        drawn = uniforms.new_full((2, len(uniforms)), float("nan"), dtype=torch.float64)
+        if group.rank() == group.size() - 1:
+            # Where logits are not finite, the ranks fail together.
+            with suppress(FloatingPointError):
+                tokens, logprobs = sample(logits, uniforms, sampling)
+                drawn = torch.stack((tokens.double(), logprobs.double()))
+        dist.broadcast(drawn, group_src=group.size() - 1, group=group)
+        if not bool(drawn.isfinite().all()):
+            raise FloatingPointError("the model's logits are not finite")
+        return drawn[0].long(), drawn[1]
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         for i, prompt in enumerate(prompts):
@@ -234,7 +261,10 @@ class StaticEngine:
         return logits, context
 
     def _forward(self, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
-        """Feed tokens [rows, s] (s = 1 unless the cache is empty) → logits [rows, vocabulary]."""
+        """Feed tokens [rows, s] (s = 1 unless the cache is empty) → logits [rows, vocabulary].
+
+        On a pipeline stage that is not the last: [rows, 0].
+        """
         rows, new = tokens.shape
         device = platform.device()
         start = context.sequence_len_offset
@@ -242,15 +272,17 @@ class StaticEngine:
         mask = None
         if new > 1:
             mask = torch.ones(1, 1, new, new, dtype=torch.bool, device=device).triu_(1)
-        logits = self.model(
-            tokens.to(device),
-            positions,
-            mask,
-            inference_context=context,
-            runtime_gather_output=True,
+        tokens = tokens.to(device)
+        logits = through_stages(
+            self.chunks,
+            self.pg,
+            lambda chunk: chunk(
+                tokens, positions, mask, inference_context=context, runtime_gather_output=True
+            ),
+            (rows, new),
         )
         context.increment_sequence_len_offset(new)
-        return logits[:, -1]
+        return logits[:, -1] if logits is not None else torch.empty(rows, 0, device=device)
 
 
 def _waves(rows: list[_Row], batch_size: int) -> Iterator[list[_Row]]:

@@ -25,14 +25,14 @@ Modules are found by name alone; nothing here knows the model's class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -84,15 +84,15 @@ class SketchProxies(MegatronModule):
 
 
 class SketchCapture:
-    """The hooks on all targets of a model chunk, and the projections they use.
+    """The hooks on all targets of this rank's model chunks, and the projections they use.
 
     Args:
-        model: the model chunk; the weights of its targets are frozen.
+        chunks: the model chunks; the weights of their targets are frozen.
         config: the sketch section of the configuration.
         factor_dtype: type of the proxies, to which α·D is rounded.
-        tp_group: the tensor-parallel ranks of this chunk.
+        tp_group: the tensor-parallel ranks of these chunks.
         sequence_parallel: whether activations between linears are split by positions.
-        whole_name: a module's name in the whole model, from its name in the chunk.
+        whole_name: a module's name in the whole model, from a chunk and its name there.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
@@ -100,29 +100,40 @@ class SketchCapture:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         config: SketchConfig,
         factor_dtype: torch.dtype,
         *,
         tp_group: dist.ProcessGroup,
         sequence_parallel: bool = False,
-        whole_name: Callable[[str], str] = str,
+        whole_name: Callable[[Any, str], str] = lambda _chunk, name: name,
     ) -> None:
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
-        self.targets: list[Target] = []
+        self.by_chunk: list[list[Target]] = []
+        self.sketch_ready: Callable[[torch.nn.Parameter], None] = lambda proxy: None
+        """Called with a target's proxy after each micro-batch has been added to its sketch."""
         self._tangent = False
         self._tangent_met = False
         self._side_path: float | None = None
         self._rounding: torch.Generator | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
-        self._names: list[str] = []
+        self._names: list[list[str]] = []
         columns = []
-        for name, module in _find_targets(model, config.targets):
-            target = self._attach(name, module, config, factor_dtype, whole_name)
-            first = target.columns * tp_group.rank() if target.row_parallel else 0
-            columns.append(Columns(target.name, first, first + target.columns))
+        for chunk in chunks:
+            self.by_chunk.append([])
+            self._names.append([])
+            for name, module in _find_targets(chunk, config.targets):
+                target = self._attach(whole_name(chunk, name), module, config, factor_dtype)
+                first = target.columns * tp_group.rank() if target.row_parallel else 0
+                columns.append(Columns(target.name, first, first + target.columns))
+                self.by_chunk[-1].append(target)
+                self._names[-1].append(name)
+        self.targets = [target for targets in self.by_chunk for target in targets]
+        """All of them, chunk by chunk."""
         device = self.targets[0].weight.device
+        # What makes a linear's output ask for a gradient, where nothing before it is trained.
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
         self.projections = Projections(
             columns, config.rank, config.distribution, config.seed, device
         )
@@ -133,7 +144,6 @@ class SketchCapture:
         module: torch.nn.Module,
         config: SketchConfig,
         factor_dtype: torch.dtype,
-        whole_name: Callable[[str], str],
     ) -> Target:
         weight, tp = module.weight, self.tp_group.size()
         assert isinstance(weight, torch.nn.Parameter)
@@ -151,14 +161,12 @@ class SketchCapture:
         proxy = torch.nn.Parameter(
             torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
         )
-        module.register_forward_hook(self._hook(len(self.targets)))
-        self._names.append(name)
+        hook = self._hook(sum(map(len, self.by_chunk)), _bias_without_gradient(module))
+        module.register_forward_hook(hook)
         strided = 1 if row_parallel else getattr(weight, "partition_stride", 1)
-        target = Target(whole_name(name), weight, proxy, row_parallel, strided)
-        self.targets.append(target)
-        return target
+        return Target(name, weight, proxy, row_parallel, strided)
 
-    def _hook(self, index: int) -> Any:
+    def _hook(self, index: int, bias: torch.nn.Parameter | None) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             moves = self._tangent or self._side_path is not None
             if not moves and not torch.is_grad_enabled():
@@ -170,9 +178,8 @@ class SketchCapture:
                 linear_output = self._moved(linear_output, self._change(index, inputs[0]))
             else:
                 projected = self._project(index, inputs[0])
-                linear_output = _Capture.apply(
-                    linear_output, projected, self.targets[index].proxy, self, index
-                )
+                leaf = self._anchor if bias is None or not bias.requires_grad else bias
+                linear_output = _Capture.apply(linear_output, projected, leaf, self, index)
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
 
         return hook
@@ -297,34 +304,40 @@ class SketchCapture:
         finally:
             self._side_path = self._rounding = None
 
-    def follow(self, twin: torch.nn.Module) -> None:
-        """Hook the targets' counterparts in another model over the same weights."""
-        for index, name in enumerate(self._names):
-            twin.get_submodule(name).register_forward_hook(self._hook(index))
+    def follow(self, twins: Sequence[torch.nn.Module]) -> None:
+        """Hook the targets' counterparts in other chunks over the same weights."""
+        pairs = zip(twins, self._names, strict=True)
+        modules = [twin.get_submodule(name) for twin, names in pairs for name in names]
+        for index, module in enumerate(modules):
+            module.register_forward_hook(self._hook(index, None))
 
 
 class _Capture(torch.autograd.Function):
-    """Identity on a linear's output whose backward adds dYᵀ P to the sketch."""
+    """Identity on a linear's output whose backward adds dYᵀ P to the sketch.
+
+    `leaf` is the linear's bias, if its gradient is missing without this; else an empty tensor.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         output: torch.Tensor,
         projected: torch.Tensor,
-        proxy: torch.nn.Parameter,
+        leaf: torch.Tensor,
         capture: SketchCapture,
         index: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(projected)
-        ctx.capture, ctx.index = capture, index
+        ctx.capture, ctx.index, ctx.is_bias = capture, index, leaf.numel() > 0
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (projected,) = ctx.saved_tensors
-        ctx.capture.accumulate(ctx.index, grad_output.flatten(0, -2), projected.flatten(0, -2))
-        ctx.capture.targets[ctx.index].proxy.grad_added_to_main_grad = True
-        return grad_output, None, None, None, None
+        rows = grad_output.flatten(0, -2)
+        ctx.capture.accumulate(ctx.index, rows, projected.flatten(0, -2))
+        ctx.capture.sketch_ready(ctx.capture.targets[ctx.index].proxy)
+        return grad_output, None, rows.sum(0) if ctx.is_bias else None, None, None
 
 
 def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch.Tensor) -> None:
@@ -334,6 +347,13 @@ def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch
         total.add_(torch.mm(grad.t(), projected, out_dtype=total.dtype))
     else:
         total.addmm_(grad.t().to(total.dtype), projected.to(total.dtype))
+
+
+def _bias_without_gradient(module: torch.nn.Module) -> torch.nn.Parameter | None:
+    """The bias that a linear adds itself: Megatron's gives it no gradient under a frozen weight."""
+    if not isinstance(module, ColumnParallelLinear) or module.skip_bias_add:
+        return None
+    return cast(torch.nn.Parameter | None, module.bias)
 
 
 # Matrices that cannot be sketched: the one is looked up and not multiplied; the other serves pieces
