@@ -286,12 +286,16 @@ class Trainer:
             "policy/kl_predicted_scaled": result.kl_predicted_scaled,
             "policy/kl_budget": result.kl_budget,
             "policy/kl_realised": result.kl_realised,
+            "policy/kl_ratio": result.kl_ratio,
+            "policy/kl_correction": result.kl_correction,
             "policy/alpha": result.alpha,
             "train/sketch_norm": result.sketch_norm,
             "train/update_ratio": result.update_ratio,
             "train/grad_norm": result.grad_norm,
             "train/lr": result.lr,
         }
+        for note in result.notes:
+            self.progress.message(note)
         if result.applied:
             record["train/skipped"] = 0
             self.state.failed_in_a_row = 0
