@@ -316,6 +316,9 @@ class CheckpointConfig(Section):
     """Checkpoints kept; older ones are deleted."""
     save_at_end: bool = True
     """Save after the last update."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in host memory. The last save, and
+    that of a stop request, is waited for."""
     load: str | None = None
     """Start from the weights of this checkpoint directory (optimizer and data start anew)."""
 

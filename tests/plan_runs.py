@@ -13,6 +13,7 @@ import torch
 from helpers import tiny_config
 from layout_runs import backward
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings
 from reference import Batch
@@ -107,11 +108,23 @@ def _record_collectives(
     probe = probe_of(
         Batch(*(torch.cat(parts) for parts in zip(*map(_fields, batches), strict=True)))
     )
-    groups = {pg.tp.group_name: "tensor", pg.dp_cp.group_name: "data"}
+    groups = {
+        group.group_name: name
+        for name, group in (
+            ("pipeline", pg.pp),
+            ("pipeline", pg.embd),
+            ("context", pg.cp),
+            ("tensor", pg.tp),
+            ("data", pg.dp_cp),
+        )
+        if group is not None
+    }
     if cfg.parallel.optimizer_instances > 1:
         groups |= {group.group_name: "data" for group in (pg.intra_dp_cp, pg.inter_dist_opt)}
     found: list[Collective] = []
     with ExitStack() as stack:
+        recording = _recording_sends(P2PCommunicator._communicate, found)
+        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", recording))
         for owner, name, collective in COLLECTIVES:
             recording = _recording(getattr(owner, name), collective, groups, found)
             stack.enter_context(mock.patch.object(owner, name, recording))
@@ -139,6 +152,19 @@ def _recording(
             name = groups.get(group.group_name, "other")
             found.append(Collective(name, collective, largest.numel(), size))
         return function(*args, **kwargs)
+
+    return recorded
+
+
+def _recording_sends(function: Callable[..., Any], found: list[Collective]) -> Callable[..., Any]:
+    """Megatron's exchange with the neighbouring stages, recorded in `found`."""
+
+    def recorded(self: P2PCommunicator, **kwargs: Any) -> Any:
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            tensor = kwargs[name]
+            if tensor is not None:
+                found.append(Collective("pipeline", "send", tensor.numel(), tensor.nbytes))
+        return function(self, **kwargs)
 
     return recorded
 

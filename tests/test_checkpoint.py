@@ -259,21 +259,21 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
     path = checkpoint.save(
         tmp_path,
         1,
-        checkpoint.weights_state([policy.model]),
+        checkpoint.weights_state(policy.chunks),
         {"model": policy.description()},
         1,
     )
     other = build_policy(_policy_config(hidden_size=24, num_layers=1))
-    before = _weights(other.model)
+    before = _weights(other.chunks[0])
     with pytest.raises(UserError, match=r"num_layers 2, here 1; hidden_size 48, here 24"):
         other.load_weights(path)
-    assert _same(other.model, before)
+    assert _same(other.chunks[0], before)
     same = build_policy(_policy_config(hidden_size=48, num_layers=2, max_sequence_length=32))
     with torch.no_grad():
-        for parameter in same.model.parameters():
+        for parameter in same.chunks[0].parameters():
             parameter.zero_()
     same.load_weights(path)
-    assert _same(same.model, _weights(policy.model))
+    assert _same(same.chunks[0], _weights(policy.chunks[0]))
 
 
 def test_asking_for_more_than_a_checkpoint_holds_is_a_user_error(

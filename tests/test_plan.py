@@ -39,6 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-buckets": (2, {"bucket_size": 1500}),
     "dp4-instances": (4, {"optimizer_instances": 2}),
     "pp2": (2, {"pipeline": 2}),
+    "pp2-interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "pp2-dp2": (4, {"pipeline": 2}),
 }
@@ -62,7 +65,7 @@ def odd() -> tuple[dict[str, Any], int]:
     print("size seed:", seed)
     draw = random.Random(seed)
     spec = {
-        "num_layers": 2 * draw.randint(1, 2),
+        "num_layers": 4,
         "hidden_size": 2 * draw.randint(20, 40),
         "ffn_hidden_size": 2 * draw.randint(20, 60),
         "kv_channels": 2 * draw.randint(5, 9),
@@ -150,14 +153,17 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2-buckets", "tp2-dp2", "dp4-instances"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2", "dp2-buckets", "tp2-dp2", "dp4-instances", "pp2", "pp2-interleaved", "cp2"],
+)
 def test_planned_traffic_is_what_the_collectives_carry(layout, ranks):
     size, parallel = LAYOUTS[layout]
     many = []
     for variant in TRAFFIC.values():
         batch = {"prompts_per_step": 4, "micro_batch_size": 1, "seq_length": 32}
         arguments: dict[str, Any] = {
-            "spec": {"hidden_size": 96, "ffn_hidden_size": 160, "vocab_size": 132},
+            "spec": {"num_layers": 4, "hidden_size": 96, "ffn_hidden_size": 160, "vocab_size": 132},
             "sketch": {"rank": 24},
             "parallel": parallel,
             **variant,
@@ -169,6 +175,8 @@ def test_planned_traffic_is_what_the_collectives_carry(layout, ranks):
     for number, by_variant in enumerate(ranks.run(size, count_traffic, many, 4 * 32 + 1)):
         for variant, arguments, sent in zip(TRAFFIC, many, by_variant, strict=True):
             cfg = tiny_config(**arguments)
+            local = cfg.model.model_copy(update={"implementation": "local"})
+            cfg = cfg.model_copy(update={"model": local})
             comm = dict(plan(cfg, size)["per_rank"][number][cfg.optimizer.kind]["comm"])
             total, planned = comm.pop("total"), Counter[str]()
             for key, carried in comm.items():

@@ -235,9 +235,9 @@ def test_a_batch_without_signal_changes_nothing_but_the_data_position(tmp_path: 
     assert (summary["updates"], summary["skipped"], summary["steps"]) == (0, 3, 3)
     assert all(record["train/skipped"] == 1 for record in read_metrics(tmp_path))
     assert_same_tensors(tensors(tmp_path, 1), tensors(tmp_path, 3))
-    initial = build_policy(config).model
+    initial = build_policy(config).chunks[0]
     path = tmp_path / "checkpoints" / "iter_0000003"
-    loaded = checkpoint.load(path, checkpoint.weights_state([build_policy(config).model]))
+    loaded = checkpoint.load(path, checkpoint.weights_state(build_policy(config).chunks))
     for name, value in initial.named_parameters():
         assert torch.equal(loaded["model0"][name], value)
     assert loaded["trainer"]["data_position"] == 9 and loaded["learner"]["update"] == 0
@@ -262,7 +262,7 @@ def test_a_sequence_that_is_not_finite_is_named_and_skipped_until_too_many(
     bad = [{p.id for p in problems if "z" in p.question} for problems in batches]
     run = trainer.Trainer(config, environment, None)
     with torch.no_grad():  # only sequences with this letter are affected
-        run.policy.model.embedding.word_embeddings.weight[ord("z")] = math.nan
+        run.policy.chunks[0].embedding.word_embeddings.weight[ord("z")] = math.nan
     first = next(step for step in range(1, 60) if bad[step - 1] and bad[step])
     with pytest.raises(RuntimeError, match=r"2 steps in a row failed.*not finite"):
         run.run()

@@ -151,10 +151,10 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     }
     chunks = cfg.parallel.pipeline * cfg.parallel.virtual_pipeline
     if fields["num_layers"] % chunks and not _sets_stages(fields):
+        name = "pipeline" if cfg.parallel.virtual_pipeline == 1 else "pipeline · virtual_pipeline"
         raise UserError(
-            f"parallel.pipeline={cfg.parallel.pipeline}, parallel.virtual_pipeline="
-            f"{cfg.parallel.virtual_pipeline}: do not divide the {fields['num_layers']} layers of "
-            f"{source} evenly"
+            f"parallel.{name}: {chunks} does not divide the model's "
+            f"num_layers={fields['num_layers']}"
         )
     if (
         cfg.parallel.context > 1

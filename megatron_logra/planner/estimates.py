@@ -23,7 +23,8 @@ above.
 
 Selective recomputation drops what attention keeps besides its inputs; full recomputation keeps the
 layer's input (h/t'·e) alone, and one layer's whole amount while it is recomputed. Stage i of p
-pipeline stages keeps min(p - i, micro-batches) micro-batches. The last stage adds the final norm's
+pipeline stages keeps min(p - i, micro-batches) micro-batches; with v chunks a stage (interleaved)
+2(p - i - 1) + (v - 1)p + 1 passes through a chunk. The last stage adds the final norm's
 input, the hidden states that the loss sees, and `logprob_chunk` rows of logits (fp32, and their
 gradient in e bytes). Left out: temporary gradients, communication buffers, the allocator's
 fragmentation.
@@ -62,18 +63,29 @@ class PassEstimate:
         """Forward-backward passes of a step on this rank."""
         train = self.cfg.train
         sequences = train.prompts_per_step * train.responses_per_prompt
-        return math.ceil(sequences / (self.layout.data * train.micro_batch_size))
+        count = math.ceil(sequences / (self.layout.data * train.micro_batch_size))
+        # The interleaved schedule takes a multiple of its stages.
+        multiple = self.layout.pipeline if len(self.stage.chunks) > 1 else 1
+        return -(-count // multiple) * multiple
 
     def activations(self) -> int:
         """Most bytes of activations at a time, estimated."""
-        in_flight = min(self.layout.pipeline - self.stage.number, self.micro_batches)
-        total = in_flight * self.kept()
+        total = round(self._in_flight() * self.kept())
         if self.stage.layers:
             total += self._layer() - self._kept_by_layer()  # what is recomputed of one layer
         if self.stage.number == self.layout.pipeline - 1:
             rows = min(self.cfg.algorithm.logprob_chunk, self.tokens)
             total += rows * (self.vocabulary // self.layout.tensor) * (4 + self.bytes)
         return total
+
+    def _in_flight(self) -> float:
+        """Micro-batches of this stage whose backward pass is still to come, at most."""
+        after = self.layout.pipeline - 1 - self.stage.number
+        chunks = len(self.stage.chunks)
+        if chunks == 1:
+            return min(after + 1, self.micro_batches)
+        warmup = 2 * after + (chunks - 1) * self.layout.pipeline  # passes through one chunk
+        return min(warmup + 1, chunks * self.micro_batches) / chunks
 
     def kept(self) -> int:
         """Bytes that the forward pass of a micro-batch leaves for the backward pass."""

@@ -106,21 +106,25 @@ class Shape:
 
 
 def parameter_shapes(
-    config: TransformerConfig, arguments: GPTArguments, stage: int | None = None
+    config: TransformerConfig,
+    arguments: GPTArguments,
+    stage: int | None = None,
+    chunk: int = 0,
 ) -> list[Shape]:
     """Parameters of a dense GPT in the order of the model.
 
     Args:
         stage: pipeline stage; None gives those of the whole model.
+        chunk: which of the stage's model chunks.
     """
     stages = 1 if stage is None else config.pipeline_model_parallel_size
-    last = stage is None or stage == stages - 1
+    last = stage is None or (stage == stages - 1 and chunk == chunks_of(config) - 1)
     hidden, tied = config.hidden_size, arguments.share_embeddings_and_output_weights
     vocabulary = (arguments.vocab_size, hidden)
     shapes = []
-    if not stage:
+    if not stage and not chunk:
         shapes.append(Shape("embedding.word_embeddings", vocabulary, 0, tied and stages > 1))
-    layers = range(config.num_layers) if stage is None else layers_of_stage(config, stage)
+    layers = range(config.num_layers) if stage is None else layers_of(config, stage, chunk)
     for index in layers:
         shapes += _layer_shapes(config, f"decoder.layers.{index}")
     if last:
@@ -130,20 +134,31 @@ def parameter_shapes(
     return shapes
 
 
-def layers_of_stage(config: TransformerConfig, stage: int) -> range:
-    """Numbers of the layers that Megatron puts on a pipeline stage.
+def chunks_of(config: TransformerConfig) -> int:
+    """Model chunks on each pipeline rank."""
+    return config.virtual_pipeline_model_parallel_size or 1
+
+
+def layers_of(config: TransformerConfig, stage: int, chunk: int = 0) -> range:
+    """Numbers of the layers that Megatron puts into a model chunk of a pipeline stage.
 
     Raises:
         UserError: the stages do not divide the layers.
     """
+    virtual = config.virtual_pipeline_model_parallel_size
     try:
-        counts = [get_num_layers_to_build(config, pp_rank=i) for i in range(stage + 1)]
+        counts = [
+            get_num_layers_to_build(config, number if virtual else None, rank)
+            for number in range(chunks_of(config))
+            for rank in range(config.pipeline_model_parallel_size)
+        ]
     except AssertionError:
         raise UserError(
             f"parallel.pipeline: {config.pipeline_model_parallel_size} does not divide the model's "
             f"num_layers={config.num_layers}"
         ) from None
-    return range(sum(counts[:-1]), sum(counts))
+    place = chunk * config.pipeline_model_parallel_size + stage
+    return range(sum(counts[:place]), sum(counts[: place + 1]))
 
 
 def _layer_shapes(config: TransformerConfig, at: str) -> list[Shape]:
@@ -187,10 +202,9 @@ def _row_parallel(name: str, out: int, into: int, bias: bool) -> list[Shape]:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The parameters of one pipeline stage on each of its tensor-parallel ranks."""
+class Chunk:
+    """The parameters of a model chunk on each of its tensor-parallel ranks."""
 
-    number: int
     layers: int
     """Transformer layers."""
     targets: list[Shape]
@@ -199,6 +213,35 @@ class Stage:
     """Weights that Adam trains."""
     frozen: list[Shape]
     """The rest."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The parameters of one pipeline stage on each of its tensor-parallel ranks."""
+
+    number: int
+    chunks: list[Chunk]
+    """One, or several with interleaved stages."""
+
+    @property
+    def layers(self) -> int:
+        """Transformer layers."""
+        return sum(chunk.layers for chunk in self.chunks)
+
+    @property
+    def targets(self) -> list[Shape]:
+        """Weights that are sketched."""
+        return [shape for chunk in self.chunks for shape in chunk.targets]
+
+    @property
+    def trained(self) -> list[Shape]:
+        """Weights that Adam trains."""
+        return [shape for chunk in self.chunks for shape in chunk.trained]
+
+    @property
+    def frozen(self) -> list[Shape]:
+        """The rest."""
+        return [shape for chunk in self.chunks for shape in chunk.frozen]
 
     @property
     def all(self) -> list[Shape]:
@@ -229,16 +272,19 @@ class Model:
 
     def stage(self, number: int, kind: Kind) -> Stage:
         """What a pipeline stage holds when it is trained by `kind`."""
+        count = chunks_of(self.config)
+        return Stage(number, [self._chunk(number, chunk, kind) for chunk in range(count)])
+
+    def _chunk(self, stage: int, chunk: int, kind: Kind) -> Chunk:
         shapes = [
             shape.on_rank(self.layout.tensor)
-            for shape in parameter_shapes(self.config, self.arguments, number)
+            for shape in parameter_shapes(self.config, self.arguments, stage, chunk)
         ]
         targets = [s for s in shapes if kind == "logra" and self._is_target(s)]
         others = [s for s in shapes if s not in targets]
         train_others = kind == "adam" or self.cfg.optimizer.non_targets == "adam"
-        return Stage(
-            number,
-            len(layers_of_stage(self.config, number)),
+        return Chunk(
+            len(layers_of(self.config, stage, chunk)),
             targets,
             others if train_others else [],
             [] if train_others else others,
@@ -269,7 +315,7 @@ class Model:
                 f"train.seq_length: {length} cannot be divided over sequence- and context-parallel "
                 f"ranks; expected a multiple of {parts}"
             )
-        layers_of_stage(config, layout.pipeline - 1)
+        layers_of(config, layout.pipeline - 1)
 
     def _check_sketch(self) -> None:
         matrices = [shape for shape in self.whole if len(shape.size) == 2]

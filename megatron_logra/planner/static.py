@@ -14,7 +14,7 @@ from megatron_logra import data_parallel
 from megatron_logra.config import Config
 from megatron_logra.memory import KINDS
 from megatron_logra.optimizer.master_weights import master_bytes
-from megatron_logra.planner.shapes import BYTES, Kind, Model, Shape, Stage, layout_of
+from megatron_logra.planner.shapes import BYTES, Chunk, Kind, Model, Shape, Stage, layout_of
 from megatron_logra.sketch.layout import sketch_layout
 from megatron_logra.sketch.projection import projection_bytes
 
@@ -58,20 +58,20 @@ class StageBuffers:
         """Ranks over which the optimizer state is divided."""
         self._ddp = data_parallel.ddp_config(model.cfg.parallel, model.layout.shards)
         self._bucket_size = data_parallel.bucket_size(self._ddp, stage.number)
-        self.gradients = self._dense_layout()
-        """Megatron's buffer of the weights that Adam trains; None if there are none."""
-        self.sketches = self._sketch_layout()
-        """The sketches' buffer; None if nothing is sketched."""
+        self.gradients = [self._dense_layout(c) for c in stage.chunks if c.trained]
+        """Megatron's buffers of the weights that Adam trains, one a model chunk."""
+        self.sketches = [self._sketch_layout(c) for c in stage.chunks if c.targets]
+        """The sketches' buffers, one a model chunk."""
 
     @property
     def gradient_elements(self) -> int:
-        """Length of the gradient buffer, padding included."""
-        return 0 if self.gradients is None else self.gradients.bucket_indices[-1][1]
+        """Length of the gradient buffers, padding included."""
+        return sum(map(_length, self.gradients))
 
     @property
     def sketch_elements(self) -> int:
-        """Length of the sketches' buffer, padding included."""
-        return 0 if self.sketches is None else self.sketches.bucket_indices[-1][1]
+        """Length of the sketches' buffers, padding included."""
+        return sum(map(_length, self.sketches))
 
     def static(self) -> list[dict[str, int]]:
         """Bytes by kind and their sum `static`, for each of the ranks that share the stage."""
@@ -112,21 +112,17 @@ class StageBuffers:
             total += (min(share * (shard + 1), rows) - min(share * shard, rows)) * columns
         return total
 
-    def _dense_layout(self) -> PerBufferParamLayout | None:
-        if not self.stage.trained:
-            return None
-        tensors = _meta(self.stage.trained, _DTYPE[self.cfg.train.precision])
+    def _dense_layout(self, chunk: Chunk) -> PerBufferParamLayout:
+        tensors = _meta(chunk.trained, _DTYPE[self.cfg.train.precision])
         return _only_buffer(
             DistributedOptimizer.compute_full_param_layout(
                 tensors, self._bucket_size, self.shards, self._ddp
             )
         )
 
-    def _sketch_layout(self) -> PerBufferParamLayout | None:
-        if not self.stage.targets:
-            return None
+    def _sketch_layout(self, chunk: Chunk) -> PerBufferParamLayout:
         rank = self.cfg.sketch.rank
-        proxies = [Shape(s.name, (sketch_rows(s, self.tensor), rank)) for s in self.stage.targets]
+        proxies = [Shape(s.name, (sketch_rows(s, self.tensor), rank)) for s in chunk.targets]
         tensors = _meta(proxies, _DTYPE[self.cfg.step_control.factor_dtype])
         return _only_buffer(sketch_layout(tensors, rank, self.shards, self._ddp, self._bucket_size))
 
@@ -153,15 +149,18 @@ def _only_buffer(layout: FullParamLayout) -> PerBufferParamLayout:
     return buffer
 
 
-def _owned(layout: PerBufferParamLayout | None, shards: int) -> list[int]:
-    """Numbers of parameters, padding aside, in the part of the buffer that each rank owns."""
+def _length(layout: PerBufferParamLayout) -> int:
+    return layout.bucket_indices[-1][1]
+
+
+def _owned(layouts: list[PerBufferParamLayout], shards: int) -> list[int]:
+    """Numbers of parameters, padding aside, in the parts of the buffers that each rank owns."""
     owned = [0] * shards
-    if layout is None:
-        return owned
-    for start, end, bucket in layout.param_index_map.values():
-        first, last = layout.bucket_indices[bucket]
-        share = (last - first) // shards
-        for shard in range((start - first) // share, (end - 1 - first) // share + 1):
-            low = first + share * shard
-            owned[shard] += min(end, low + share) - max(start, low)
+    for layout in layouts:
+        for start, end, bucket in layout.param_index_map.values():
+            first, last = layout.bucket_indices[bucket]
+            share = (last - first) // shards
+            for shard in range((start - first) // share, (end - 1 - first) // share + 1):
+                low = first + share * shard
+                owned[shard] += min(end, low + share) - max(start, low)
     return owned

@@ -23,7 +23,8 @@ activation; the rest is named as in `estimates`.
     tensor/*/probe                    the KL probe: forward traffic twice (values and tangents), P
     pipeline/send/activations         N·h·e forward and backward, the probe's included
     pipeline/all_reduce/embedding     4·vocabulary·h, a tied embedding that is trained
-    context/send/keys_values          ring attention: keys and values forward, with gradients back
+    context/*/keys_values             ring attention: keys and values forward, with gradients back;
+                                      of local layers an all-gather forward, reduce-scatter back
 
 Left out, being small: scalars a layer or a token, and what happens outside of a step (rollouts,
 evaluation, the realised KL, checkpoints).
@@ -176,7 +177,7 @@ class _Count:
         batch = cfg.train.prompts_per_step * cfg.train.responses_per_prompt
         responses = min(cfg.step_control.probe_responses, batch)
         length = min(cfg.step_control.probe_max_tokens, cfg.train.seq_length)
-        return math.ceil(responses / self.layout.shards) * length
+        return math.ceil(responses / self.layout.data) * (length // self.layout.context)
 
     # --- pipeline- and context-parallel ranks -----------------------------------------------
 
@@ -185,17 +186,25 @@ class _Count:
         if self.layout.pipeline == 1:
             return
         width = self.config.hidden_size * self.bytes // self.layout.positions_split
-        onwards = 0 if self.last else self.tokens + 2 * self._probe_tokens()
-        back = 0 if self.first else self.tokens
+        chunks = len(self.stage.chunks)
+        onwards = (chunks - self.last) * (self.tokens + 2 * self._probe_tokens())
+        back = (chunks - self.first) * self.tokens
         self.sent["pipeline/send/activations"] += width * (onwards + back)
         tied = sum(s.numel for s in self.stage.trained if s.tied)
         self.add("pipeline", "all_reduce", "embedding", 4 * tied, 2)
 
     def context(self) -> None:
         """Ring attention: n - 1 hops of keys and values, and on the way back of gradients too."""
-        others = self.layout.context - 1
+        ranks = self.layout.context
         head, groups = self.config.kv_channels, self.config.num_query_groups
         assert head is not None and groups is not None
         width = 2 * groups * head // self.layout.tensor * self.bytes
         hop = self.tokens * width * self.stage.layers
-        self.sent["context/send/keys_values"] += others * hop * 3
+        if self.cfg.model.implementation != "local":
+            self.sent["context/send/keys_values"] += (ranks - 1) * hop * 3
+            return
+        # Both kinds of recomputation run attention once more; the probe gathers tangents, too.
+        passes = 1 if self.cfg.train.recompute == "none" else 2
+        probe = 2 * self._probe_tokens() * width * self.stage.layers
+        self.add("context", "all_gather", "keys_values", ranks * (passes * hop + probe), ranks)
+        self.add("context", "reduce_scatter", "keys_values", ranks * hop, ranks)
