@@ -48,23 +48,24 @@ def join(parallel: ParallelConfig) -> None:
 def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
     """Join the run's ranks, build Megatron's groups and seed its random states.
 
-    May be called again with other sizes.
+    May be called again, with the same sizes (the groups stay as they are) or with others.
 
     Raises:
         UserError: `parallel` asks for more ranks than there are, or for a layout that is not
             supported.
     """
     join(parallel)
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(parallel),
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        num_distributed_optimizer_instances=parallel.optimizer_instances,
-    )
+    if not _has_groups_of(parallel):
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=_virtual(parallel),
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            num_distributed_optimizer_instances=parallel.optimizer_instances,
+        )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -88,6 +89,32 @@ def check_layout(parallel: ParallelConfig, ranks: int) -> None:
             f"parallel.optimizer_instances={parallel.optimizer_instances}: does not divide the "
             f"{shards} data-parallel ranks of this run"
         )
+
+
+def _has_groups_of(parallel: ParallelConfig) -> bool:
+    """Whether Megatron's groups are already those of this layout."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    shards = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    instance = parallel_state.get_data_parallel_world_size(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+    present = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        shards // instance,
+    )
+    return present == (
+        parallel.tensor,
+        parallel.pipeline,
+        _virtual(parallel),
+        parallel.context,
+        parallel.expert,
+        parallel.optimizer_instances,
+    )
 
 
 def _virtual(parallel: ParallelConfig) -> int | None:

@@ -123,8 +123,8 @@ def _record_collectives(
         groups |= {group.group_name: "data" for group in (pg.intra_dp_cp, pg.inter_dist_opt)}
     found: list[Collective] = []
     with ExitStack() as stack:
-        recording = _recording_sends(P2PCommunicator._communicate, found)
-        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", recording))
+        sending = _recording_sends(P2PCommunicator._communicate, found)
+        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate", sending))
         for owner, name, collective in COLLECTIVES:
             recording = _recording(getattr(owner, name), collective, groups, found)
             stack.enter_context(mock.patch.object(owner, name, recording))
