@@ -73,6 +73,9 @@ class ParallelConfig(Section):
     bucket_size: int | None = Field(None, ge=1)
     """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
     data-parallel rank if that is more."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds for which a rank waits for another before the run ends; for all to join, at most
+    300."""
     optimizer_instances: int = Field(1, ge=1)
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
