@@ -96,37 +96,70 @@ def save(
         UserError: it cannot be written (a full disk, no permission). The previous checkpoints and
             `latest` are untouched.
     """
-    final = root / directory_name(step)
-    unfinished = root / (_UNFINISHED + final.name)
+    draft = Draft(root, step, description, keep)
+    with draft:
+        draft.begin()
+        draft.guarded(lambda: dist_checkpointing.save(state, str(draft.path)))
+        draft.publish()
+    return draft.final
 
-    def begin() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(root)
-        unfinished.mkdir()
 
-    def write() -> None:
-        _write_results_stay_in_this_process()
-        with _quiet():
-            dist_checkpointing.save(state, str(unfinished))
+class Draft:
+    """A checkpoint on its way: written next to its final place, where it is whole or not at all.
 
-    def publish() -> None:
-        text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
-        (unfinished / DESCRIPTION).write_text(text + "\n")
-        save_integrity_manifest(str(unfinished))
-        flush(unfinished)
-        _publish(root, unfinished, final)
-        older = [path for path in list_checkpoints(root) if _step_of(path) < step]
-        for path in older[: max(0, len(older) - (keep - 1))]:
-            shutil.rmtree(path)
+    All ranks make one. As a context manager it deletes, in the end, what was not published.
 
-    try:
-        distributed.first(lambda: _guarded(begin, root, final))
-        _guarded(write, root, final)
-        distributed.first(lambda: _guarded(publish, root, final))
-    finally:
+    Args:
+        root, step, description, keep: as `save` has them.
+    """
+
+    def __init__(self, root: Path, step: int, description: dict[str, Any], keep: int) -> None:
+        self.root, self.step, self.description, self.keep = root, step, description, keep
+        self.final = root / directory_name(step)
+        self.path = root / (_UNFINISHED + self.final.name)
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return final
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def guarded[T](self, action: Callable[[], T]) -> T:
+        """A part of a save, whose failures are `UserError`s."""
+        _write_results_stay_in_this_process()
+        try:
+            with _quiet():
+                return action()
+        except _FAILURES as error:
+            if lost_a_rank(error):
+                raise
+            raise UserError(_save_failure(self.root, self.final, error)) from error
+
+    def begin(self) -> None:
+        """Make the empty directory `path`. Called by all ranks."""
+
+        def make() -> None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.root)
+            self.path.mkdir()
+
+        distributed.first(lambda: self.guarded(make))
+
+    def publish(self) -> None:
+        """Hash what all ranks have written, and give it its name. Called by all ranks."""
+
+        def finish() -> None:
+            text = json.dumps({"step": self.step, **self.description}, indent=2, allow_nan=False)
+            (self.path / DESCRIPTION).write_text(text + "\n")
+            save_integrity_manifest(str(self.path))
+            flush(self.path)
+            _publish(self.root, self.path, self.final)
+            older = [p for p in list_checkpoints(self.root) if _step_of(p) < self.step]
+            for path in older[: max(0, len(older) - (self.keep - 1))]:
+                shutil.rmtree(path)
+
+        distributed.first(lambda: self.guarded(finish))
 
 
 def latest(root: Path) -> Path | None:
@@ -327,8 +360,8 @@ def _write_results_stay_in_this_process() -> None:
     """Spare a helper process.
 
     Megatron's writer hands its results over through a queue in a manager process, because it can
-    also run in the background. Starting one by spawn takes seconds and imports the main module
-    anew. A save in the foreground fills and empties the queue in one thread: a plain queue does.
+    run in a process of its own. Starting one by spawn takes seconds and imports the main module
+    anew. Here it runs in this process, one save at a time: a plain queue does.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
@@ -341,16 +374,6 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"torch\.distributed")
         warnings.filterwarnings("ignore", module=r"megatron\.core\.dist_checkpointing")
         yield
-
-
-def _guarded(action: Callable[[], None], root: Path, final: Path) -> None:
-    """A part of a save, whose failures are `UserError`s."""
-    try:
-        action()
-    except _FAILURES as error:
-        if lost_a_rank(error):
-            raise
-        raise UserError(_save_failure(root, final, error)) from error
 
 
 def _save_failure(root: Path, final: Path, error: BaseException) -> str:

@@ -8,11 +8,15 @@ arguments and configuration are known to be right.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import megatron_logra
@@ -102,14 +106,33 @@ def train(argv: Sequence[str]) -> int:
     require_trainable(config)
     if starts_ranks:
         return launcher.launch(["train", *argv], args.nproc)
-    _become_rank()
+    with _stopping_at_once():  # until the first step begins
+        _become_rank()
 
-    from megatron_logra.rl import trainer
+        from megatron_logra.rl import trainer
 
-    told = _told(trainer.run(config, resume=args.resume))
+        told = _told(trainer.run(config, resume=args.resume))
     if os.environ.get("RANK", "0") == "0":
         print(told)
     return 0
+
+
+@contextlib.contextmanager
+def _stopping_at_once() -> Iterator[None]:
+    """Within: SIGTERM and SIGUSR1 raise `StopRequested`, as long as nothing can be lost by it."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise StopRequested("stopped before training began, with nothing to save")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals only ever reach the main thread
+        return
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _told(summary: dict[str, Any]) -> str:

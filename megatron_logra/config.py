@@ -75,6 +75,9 @@ class ParallelConfig(Section):
     bucket_size: int | None = Field(None, ge=1)
     """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
     data-parallel rank if that is more."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds for which a rank waits for another before the run ends; for all to join, at most
+    300."""
     optimizer_instances: int = Field(1, ge=1)
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
@@ -325,6 +328,9 @@ class CheckpointConfig(Section):
     """Checkpoints kept; older ones are deleted."""
     save_at_end: bool = True
     """Save after the last update."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in host memory. The last save, and
+    that of a stop request, is waited for."""
     load: str | None = None
     """Start from the weights of this checkpoint directory (optimizer and data start anew)."""
 

@@ -75,6 +75,24 @@ def train(
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
 
 
+def train_and_save(directory: Path, sections: dict[str, Any], root: Path) -> None:
+    """Two updates, then a checkpoint in `root`."""
+    train(directory, sections, 2, save=root)
+
+
+def load_each(
+    directory: Path, sections: dict[str, Any], roots: list[Path], to: Path, updates: int
+) -> list[Trajectory]:
+    """Load what `train_and_save` left in each root, save it again in `to`/NAME and go on."""
+    found = []
+    for root in roots:
+        path = root / "iter_0000002"
+        train(directory, sections, 0, first=2, load=path, save=to / root.name)
+        if updates:
+            found.append(train(directory, sections, updates, first=2, load=path))
+    return found
+
+
 def train_watching_reductions(
     directory: Path, sections: dict[str, Any], updates: int
 ) -> tuple[Trajectory, list[tuple[int, int]]]:

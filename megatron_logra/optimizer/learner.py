@@ -426,9 +426,7 @@ def _wrap(
 ) -> DistributedDataParallel:
     parameters = [p for p in model.parameters() if p.requires_grad]
     bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
-    layout = DistributedOptimizer.compute_full_param_layout(
-        parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config
-    )
+    layout = data_parallel.dense_layout(parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config)
     return DistributedDataParallel(
         tconfig, ddp_config, model, pg_collection=pg, full_param_layout=layout
     )
