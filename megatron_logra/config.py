@@ -34,12 +34,14 @@ class ModelConfig(Section):
     """Which model is trained: either `hf` or `spec`."""
 
     hf: str | None = None
-    """A Hugging Face directory (config.json, safetensors, tokenizer); its weights are loaded."""
+    """A Hugging Face directory (config.json, safetensors, tokenizer), or what `convert from-hf`
+    made of one; its weights are loaded."""
     spec: dict[str, Any] | None = None
     """A randomly initialised model: Megatron's TransformerConfig field names, and GPTModel's
     vocab_size, max_sequence_length, rotary_base and share_embeddings_and_output_weights."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer directory, or `bytes` (one token a byte). Default: that of `hf`."""
+    """A Hugging Face tokenizer directory, a sentencepiece model (FILE.model, with its chat template
+    in chat_template.jinja beside it), or `bytes` (one token a byte). Default: that of `hf`."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; `auto` takes Transformer Engine where it and a GPU are present."""
 
@@ -73,6 +75,9 @@ class ParallelConfig(Section):
     bucket_size: int | None = Field(None, ge=1)
     """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
     data-parallel rank if that is more."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds for which a rank waits for another before the run ends; for all to join, at most
+    300."""
     optimizer_instances: int = Field(1, ge=1)
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
@@ -145,8 +150,9 @@ class SketchConfig(Section):
 class StepControlConfig(Section):
     """How far a step goes (method, sections 3 and 4)."""
 
-    mode: Literal["kl_budget", "lr"] = "kl_budget"
-    """`kl_budget`: predicted-KL control; `lr`: learning rate, weight decay and clipping."""
+    mode: Literal["kl_budget", "fixed_ratio", "lr"] = "kl_budget"
+    """`kl_budget`: predicted-KL control; `fixed_ratio`: every update as large as `update_ratio`,
+    without control; `lr`: learning rate, weight decay and clipping."""
     update_ratio: float = Field(6e-5, gt=0)
     """ρ: ‖ΔW‖ / ‖W‖ over all targets before α."""
     kl_budget: float = Field(2e-4, gt=0)
@@ -159,12 +165,14 @@ class StepControlConfig(Section):
     """Updates over which the budget falls."""
     alpha_max: float = Field(3.0, gt=0)
     """Largest α."""
-    estimator: Literal["forward_ad"] = "forward_ad"
-    """How the change of the logits is predicted: a forward-mode (JVP) pass."""
+    estimator: Literal["auto", "forward_ad", "finite_difference"] = "auto"
+    """How the change of the logits is predicted: by a forward-mode (JVP) pass, or by differences
+    over a side path; `auto` takes forward mode where every function of the model has a rule."""
     probe_responses: int = Field(8, ge=1)
     """Responses of the global batch on which the KL is predicted, evenly spaced by place."""
     probe_max_tokens: int = Field(4096, ge=1)
-    """Tokens of each probe response that count; the rest is cut off."""
+    """Tokens of each probe response that count; the rest is cut off. Also the most positions of one
+    forward pass of the probe, unless a single prompt and response have more."""
     mismatch_subtraction: bool = True
     """Subtract the rollout-trainer mismatch from the budget."""
     mismatch_ema: float = Field(0.3, gt=0, le=1)
@@ -175,6 +183,10 @@ class StepControlConfig(Section):
     """Type to which α·D is rounded before it is applied or sent."""
     realised_kl_interval: int = Field(10, ge=0)
     """Updates between two measurements of the realised KL; 0 never measures."""
+    adaptive: bool = False
+    """Divide the budget by the smoothed ratio of realised to predicted KL (`step_control.py`)."""
+    adaptive_ema: float = Field(0.3, gt=0, le=1)
+    """Weight of the newest ratio in its moving (geometric) average."""
     lr: ScheduleConfig = ScheduleConfig()
     """Learning rate, weight decay and clipping of mode `lr`."""
 
@@ -347,6 +359,9 @@ class CheckpointConfig(Section):
     """Checkpoints kept; older ones are deleted."""
     save_at_end: bool = True
     """Save after the last update."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in host memory. The last save, and
+    that of a stop request, is waited for."""
     load: str | None = None
     """Start from the weights of this checkpoint directory (optimizer and data start anew)."""
 
@@ -413,6 +428,10 @@ class Config(Section):
         control = self.step_control
         if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
             raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")
+        if control.adaptive and (control.mode != "kl_budget" or control.realised_kl_interval == 0):
+            raise ValueError(
+                "step_control.adaptive: needs mode kl_budget and realised_kl_interval of at least 1"
+            )
         return self
 
 

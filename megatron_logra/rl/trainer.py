@@ -24,6 +24,7 @@ import torch
 
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra import distributed, memory, platform
+from megatron_logra.background_save import BackgroundSave
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.metrics import (
@@ -116,6 +117,7 @@ class Trainer:
         self.learner = Learner(self.policy.chunks, self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
         self._saved_step = 0
+        self._background: BackgroundSave | None = None
         self._reason = ""
         if source is not None:
             self._restore(source)
@@ -172,8 +174,10 @@ class Trainer:
                     except UserError:
                         self._save_what_is_done(record)
                         raise
+                path = self._finish_background_save() or path
                 if self._checkpoint_due(last) or stop:
-                    path = self._save(record)
+                    waits = last or stop or not config.checkpoint.async_save
+                    path = self._save(record, background=not waits) or path
                 record["time/step_s"] = time.perf_counter() - begun
                 if writer is not None:
                     record = writer.write(state.step - 1, record)
@@ -331,12 +335,16 @@ class Trainer:
             "policy/kl_predicted_scaled": result.kl_predicted_scaled,
             "policy/kl_budget": result.kl_budget,
             "policy/kl_realised": result.kl_realised,
+            "policy/kl_ratio": result.kl_ratio,
+            "policy/kl_correction": result.kl_correction,
             "policy/alpha": result.alpha,
             "train/sketch_norm": result.sketch_norm,
             "train/update_ratio": result.update_ratio,
             "train/grad_norm": result.grad_norm,
             "train/lr": result.lr,
         }
+        for note in result.notes:
+            self.progress.message(note)
         if result.applied:
             record["train/skipped"] = 0
             self.state.failed_in_a_row = 0
@@ -522,20 +530,34 @@ class Trainer:
 
     def _save_what_is_done(self, record: Record | None = None) -> None:
         """Save the completed steps before the run ends with an error."""
+        path = self._finish_background_save(wait=True)
         if self.state.step > self._saved_step:
-            self.progress.message(f"saved {self._save(record)}; go on from it with --resume")
+            path = self._save(record)
+        if path is not None:
+            self.progress.message(f"saved {path}; go on from it with --resume")
 
-    def _save(self, record: Record | None) -> Path:
+    def _finish_background_save(self, *, wait: bool = False) -> Path | None:
+        """Make what is being saved the latest checkpoint, if it is written; None if it is not."""
+        save = self._background
+        if save is None or not (wait or save.done()):
+            return None
+        self._background = None
+        return save.finish()
+
+    def _save(self, record: Record | None, *, background: bool = False) -> Path | None:
         """Save everything.
 
         Args:
             record: of the last step, if it is not written yet; a resumed run writes it.
+            background: only begin to, and return None.
         """
         started = time.perf_counter()
+        self._finish_background_save(wait=True)
         self.progress.phase("checkpoint")
         # Times differ from rank to rank.
         written = distributed.first(lambda: dict(record) if record is not None else None)
-        path = checkpoints.save(
+        save = BackgroundSave if background else checkpoints.save
+        saved = save(
             self.run_dir / CHECKPOINTS,
             self.state.step,
             {
@@ -557,7 +579,10 @@ class Trainer:
         self._saved_step = self.state.step
         if record is not None:
             record["time/checkpoint_s"] = time.perf_counter() - started
-        return path
+        if isinstance(saved, BackgroundSave):
+            self._background = saved
+            return None
+        return saved
 
     def _restore(self, path: Path) -> None:
         """Take up a run where `path`, which has been verified, has it."""
