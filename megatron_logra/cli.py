@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import megatron_logra
 from megatron_logra import launcher
-from megatron_logra.config import load_config, require_trainable
+from megatron_logra.config import Config, load_config, require_trainable
 from megatron_logra.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -104,8 +104,10 @@ def train(argv: Sequence[str]) -> int:
     starts_ranks = _starts_ranks(args)
     config = load_config(args.config, args.overrides)
     require_trainable(config)
-    if starts_ranks:
-        return launcher.launch(["train", *argv], args.nproc)
+    separate = config.rollout.placement == "separate" and not launcher.is_rank()
+    if starts_ranks or separate:
+        helpers = _rollout_workers(config, args) if separate else []
+        return launcher.launch(["train", *argv], args.nproc, helpers)
     with _stopping_at_once():  # until the first step begins
         _become_rank()
 
@@ -115,6 +117,17 @@ def train(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(told)
     return 0
+
+
+def _rollout_workers(config: Config, args: argparse.Namespace) -> list[launcher.Helper]:
+    """The commands that start a run's rollout workers."""
+    workers = config.rollout.workers
+    command = ["rollout-worker", args.config, *args.overrides, "--index"]
+    ranks = workers.tensor * workers.pipeline
+    return [
+        launcher.Helper([*command, str(index)], ranks, workers.restarts)
+        for index in range(workers.count)
+    ]
 
 
 @contextlib.contextmanager
@@ -145,6 +158,29 @@ def _told(summary: dict[str, Any]) -> str:
         begin = f"{before['pass@1']:.3f} → " if before else ""
         lines.append(f"held-out pass@1, {name}: {begin}{after['pass@1']:.3f}")
     return "\n".join(lines)
+
+
+def rollout_worker(argv: Sequence[str]) -> int:
+    """Generate for a trainer elsewhere (rollout.placement: separate), until it has no more."""
+    parser = _parser("rollout-worker")
+    _add_config(parser)
+    parser.add_argument(
+        "--index", type=int, required=True, metavar="I", help="which worker, from 0"
+    )
+    _add_ranks(parser)
+    args = parser.parse_intermixed_args(argv)
+    starts_ranks = _starts_ranks(args)
+    config = load_config(args.config, args.overrides)
+    if config.rollout.placement != "separate":
+        raise UserError("rollout.placement: a rollout worker needs separate, got colocated")
+    if starts_ranks:
+        return launcher.launch(["rollout-worker", *argv], args.nproc)
+    _become_rank()
+
+    from megatron_logra.rollout import worker
+
+    worker.run(config, args.index)
+    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -312,6 +348,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
+    "rollout-worker": rollout_worker,
     "convert": convert,
     "plan": plan,
     "report": report,

@@ -77,6 +77,8 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("rollout/tokens_per_s", "tokens/s", "generated over the time of generation"),
     Metric("rollout/length_mean", "tokens", "mean length of a response"),
     Metric("rollout/truncated", "fraction", "responses cut off by the largest length"),
+    Metric("rollout/lag", "updates", "largest age of a policy that a response was sampled from"),
+    Metric("rollout/stale", "count", "responses that were left out for being too old"),
     Metric("policy/kl_predicted", "nats/token", "predicted KL of the step at α = 1"),
     Metric("policy/kl_predicted_scaled", "nats/token", "predicted KL of the step as applied"),
     Metric("policy/kl_budget", "nats/token", "budget after the subtraction of the mismatch"),
@@ -101,7 +103,7 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("comm/sketch_bytes", "bytes", "sent by a rank to reduce sketches"),
     Metric("comm/parameter_bytes", "bytes", "sent by a rank to gather parameters and factors"),
     Metric("sync/bytes", "bytes", "sent to rollout workers"),
-    Metric("sync/seconds", "s", "until every rollout worker had the new weights"),
+    Metric("sync/seconds", "s", "of the trainer, to send them"),
     Metric("sync/version", "count", "policy version of the rollout workers"),
     Metric("sync/drift_max", "weight", "largest difference to the trainer's weights"),
 )

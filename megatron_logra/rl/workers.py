@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import shutil
+from pathlib import Path
 from types import TracebackType
 
 from megatron_logra import distributed
@@ -12,6 +15,8 @@ from megatron_logra.rollout.remote import RemoteEngine
 from megatron_logra.rollout.worker import SYNC, exchange_directory
 from megatron_logra.sync.files import FileSender
 from megatron_logra.sync.sender import Sender
+
+_RUN = re.compile("run_[0-9a-f]{8}")
 
 
 class Workers:
@@ -28,7 +33,7 @@ class Workers:
     def __init__(self, config: Config, learner: Learner) -> None:
         rollout = config.rollout
         directory = exchange_directory(config)
-        run = distributed.first(lambda: secrets.token_hex(4))
+        run = distributed.first(lambda: _new_run(directory))
         self.engine = RemoteEngine(
             directory,
             run,
@@ -60,3 +65,12 @@ class Workers:
         """Let the workers end, unless the run goes on elsewhere or after a restart."""
         if kind is None:
             self.engine.stop()
+
+
+def _new_run(directory: Path) -> str:
+    """A name for this start of the trainer; what others have asked is deleted."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if _RUN.fullmatch(path.name):
+                shutil.rmtree(path)
+    return f"run_{secrets.token_hex(4)}"
