@@ -55,6 +55,7 @@ class Worker:
     def __init__(self, policy: Policy, config: Config, index: int) -> None:
         self.index = index
         self.count = config.rollout.workers.count
+        self.timeout_s = config.rollout.timeout_s
         self.directory = exchange_directory(config)
         receiver = Receiver(
             policy.chunks,
@@ -66,7 +67,12 @@ class Worker:
         self.engine = policy.engine()
 
     def run(self) -> None:
-        """Answer until there will be no more requests."""
+        """Answer until there will be no more requests.
+
+        Raises:
+            UserError: there has been none for `rollout.timeout_s`.
+        """
+        asked = time.monotonic()
         while True:
             found = distributed.first(self._look)
             if found is None:
@@ -74,6 +80,12 @@ class Worker:
             run, request = found
             if request is not None:
                 self._answer(Exchange(self.directory, run), request)
+                asked = time.monotonic()
+            elif distributed.any_rank(time.monotonic() - asked > self.timeout_s):
+                raise UserError(
+                    f"{self.directory}: no trainer has asked for anything in "
+                    f"{self.timeout_s:.0f} s (rollout.timeout_s)"
+                )
 
     def _look(self) -> tuple[str, Request | None] | None:
         """The oldest request without this worker's share; None if there will be none.
@@ -92,7 +104,9 @@ class Worker:
                         request = exchange.request(number)
                         if request is not None:
                             return run, request
-                if exchange.stopped():
+                # A run that was over before this worker came is no reason to go: the trainer that
+                # goes on with it may not have begun yet.
+                if exchange.stopped() and self.follower.receiver.run == run:
                     return None
             time.sleep(POLL_S)
         return run, None
