@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_logra import checkpoint as checkpoints
-from megatron_logra import distributed, memory, platform
+from megatron_logra import attempts, distributed, memory, platform, stopping
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.metrics import (
@@ -64,7 +64,7 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
     Raises:
         UserError: the configuration or a file is wrong. What was trained before it turned out has
             been saved.
-        StopRequested: SIGTERM or SIGUSR1 asked for it; a checkpoint has been saved.
+        StopRequested: SIGTERM, SIGUSR1 or the job's end asked for it; a checkpoint has been saved.
         RuntimeError: too many steps in a row failed; a checkpoint has been saved.
     """
     require_trainable(config)
@@ -76,6 +76,8 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
         stack.callback(environment.close)
         distributed.first(environment.check)
         distributed.first(lambda: make_run_dir(run_dir))
+        if distributed.rank() == 0:
+            stack.enter_context(attempts.recorded(run_dir, _step_of(source)))
         trainer = Trainer(config, environment, source)
         if distributed.rank() == 0:
             (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
@@ -116,6 +118,11 @@ class Trainer:
         self._unwritten: Record | None = None
         self._saved_step = 0
         self._reason = ""
+        self.deadline = stopping.Deadline(
+            distributed.first(stopping.job_end),
+            stopping.job_end,
+            self.learner.memory_bytes()["static"],
+        )
         if source is not None:
             self._restore(source)
         self.maker = RolloutMaker(self.policy, environment)
@@ -153,7 +160,9 @@ class Trainer:
                 state.data_position += config.train.prompts_per_step
                 state.step += 1
                 last = state.step == config.train.steps
-                stop = distributed.any_rank(requested.is_set())
+                self.deadline.step_took(time.perf_counter() - begun)
+                out_of_time = distributed.rank() == 0 and not last and self.deadline.reached()
+                stop = distributed.any_rank(requested.is_set() or out_of_time)
                 if last and config.eval.at_end:
                     try:
                         after = self._evaluate(record)
@@ -173,7 +182,8 @@ class Trainer:
                         f"{self._reason}; see train.max_skipped_in_a_row"
                     )
                 if stop and not last:
-                    raise StopRequested(f"stopped after step {state.step}, saved {path}")
+                    why = f": {self.deadline.reason()}" if out_of_time else ""
+                    raise StopRequested(f"stopped after step {state.step}, saved {path}{why}")
         return {
             "run_dir": str(self.run_dir),
             "steps": state.step,
@@ -509,6 +519,7 @@ class Trainer:
             self.config.checkpoint.keep,
         )
         self._saved_step = self.state.step
+        self.deadline.save_took(time.perf_counter() - started)
         if record is not None:
             record["time/checkpoint_s"] = time.perf_counter() - started
         return path
@@ -563,6 +574,7 @@ def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
     """The checkpoint to go on from; refuses to write over another run."""
     if resume:
         source = checkpoints.latest(run_dir / CHECKPOINTS)
+        attempts.check(run_dir, _step_of(source))
         if source is None:
             print(f"{run_dir}: no checkpoint yet; starting from the first step")
         return source
@@ -574,7 +586,13 @@ def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
             f"logging.run_dir: {run_dir} already holds a run; go on with it by --resume, or give "
             "another directory"
         )
+    (run_dir / attempts.ATTEMPTS_FILE).unlink(missing_ok=True)
     return None
+
+
+def _step_of(source: Path | None) -> int:
+    """Completed steps of a checkpoint; 0 without one."""
+    return int(checkpoints.read_description(source, verified=True)["step"]) if source else 0
 
 
 def _sample(rollout: Rollout, advantage: float) -> Sample:
