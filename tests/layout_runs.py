@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.utils import unwrap_model
 from reference import Batch, config_for, make_batches
 from torch import distributed as dist
 from training import make_learner, probe_of
@@ -19,6 +20,7 @@ from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import forward_head
 from megatron_logra.model.parameters import EMBEDDING, named_parameters
 from megatron_logra.optimizer.learner import Learner
+from megatron_logra.sync.receiver import Receiver
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,11 @@ def backward(learner: Learner, batches: list[Batch]) -> None:
 
 
 @torch.no_grad()
-def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
+def whole_weights(learner: Learner | Receiver) -> dict[str, torch.Tensor]:
     """All parameters of the whole model by name, fp32, gathered from the ranks."""
     tp, found = learner.pg.tp, {}
-    own = (pair for chunk in learner.chunks for pair in named_parameters(chunk.module))
+    chunks = unwrap_model(list(learner.chunks))
+    own = (pair for chunk in chunks for pair in named_parameters(chunk))
     for name, parameter in own:
         whole = parameter.detach().float().contiguous()
         if tp.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -194,7 +197,7 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
         found[name] = whole
     stages: list[dict[str, torch.Tensor]] = [{}] * learner.pg.pp.size()
     dist.all_gather_object(stages, found, group=learner.pg.pp)
-    if learner.chunks[0].module.share_embeddings_and_output_weights and len(stages) > 1:
+    if chunks[0].share_embeddings_and_output_weights and len(stages) > 1:
         copy = stages[-1].pop("output_layer.weight")
         assert torch.equal(copy, stages[0][EMBEDDING]), "the copies of a tied weight differ"
     return {name: weight for stage in stages for name, weight in stage.items()}

@@ -83,7 +83,8 @@ class Fp32Master:
         self._publish()
 
     def _publish(self) -> None:
-        self.weight[self._own] = self.master.to(self.weight.dtype)
+        # Rounded like `Remainder` does it: every holder of a weight has the same bf16 value.
+        self.weight[self._own] = split_fp32(self.master)[0]
         _gather_rows(self.weight, self.parts, self.group)
 
     def value(self) -> torch.Tensor:

@@ -56,6 +56,8 @@ class StepReport:
     """Whether the ranks have exchanged their rows of D."""
     probe_seconds: float = 0.0
     """Time of the prediction."""
+    decay: float = 1.0
+    """By which the weights were multiplied before the step."""
 
 
 class SketchDistributedOptimizer(DistributedOptimizer):
@@ -63,8 +65,8 @@ class SketchDistributedOptimizer(DistributedOptimizer):
 
     Args:
         config: Megatron's optimizer configuration; `clip_grad` counts in mode `lr` only.
-        sketch_ddp: Megatron's DDP over the chunk's `SketchProxies`.
-        capture: the hooks, targets and projections of the chunk.
+        sketch_ddps: Megatron's DDP over the `SketchProxies` of each of this rank's model chunks.
+        capture: the hooks, targets and projections of the chunks.
         predictor: measures the predicted KL; unused in mode `lr`.
         optimizer: the optimizer section of the configuration.
         sketch: its sketch section.
@@ -300,11 +302,13 @@ class SketchDistributedOptimizer(DistributedOptimizer):
     def _apply(self, scale: float, *, decay: float) -> None:
         """W ← decay·W - F A with F = scale·D rounded to the wire type, the same on every holder."""
         projections = self.capture.projections
+        self.report.decay = decay
         for index, (target, master) in enumerate(
             zip(self.capture.targets, self.masters, strict=True)
         ):
             # The same numbers on every rank: rounded after scaling, before applying.
             rounded = (self.capture.direction(index).float() * scale).to(target.proxy.dtype)
+            self.capture.keep_applied(index, rounded)
             factor = rounded.float().mul_(projections.scale)
             master.update(factor, projections.transposed(index, torch.float32), decay)
         self.capture.release_directions()

@@ -91,6 +91,8 @@ class SketchCapture:
         tp_group: the tensor-parallel ranks of these chunks.
         sequence_parallel: whether activations between linears are split by positions.
         whole_name: a module's name in the whole model, from a chunk and its name there.
+        with_proxies: False where weights are only moved, and nothing is captured: the proxies then
+            have a shape but no memory.
 
     Raises:
         UserError: no module matches the targets, or the rank exceeds a layer's dimensions.
@@ -105,10 +107,12 @@ class SketchCapture:
         tp_group: dist.ProcessGroup,
         sequence_parallel: bool = False,
         whole_name: Callable[[Any, str], str] = lambda _chunk, name: name,
+        with_proxies: bool = True,
     ) -> None:
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel and tp_group.size() > 1
         self.by_chunk: list[list[Target]] = []
+        self._proxy_device = None if with_proxies else torch.device("meta")
         self.sketch_ready: Callable[[torch.nn.Parameter], None] = lambda proxy: None
         """Called with a target's proxy after each micro-batch has been added to its sketch."""
         self._tangent = False
@@ -151,7 +155,11 @@ class SketchCapture:
             raise UserError(f"parallel.tensor: {tp} does not divide the {d} rows of layer {name}")
         weight.requires_grad_(False)
         proxy = torch.nn.Parameter(
-            torch.zeros(d // tp, config.rank, dtype=factor_dtype, device=weight.device)
+            torch.zeros(
+                (d // tp, config.rank),
+                dtype=factor_dtype,
+                device=self._proxy_device or weight.device,
+            )
         )
         hook = self._hook(sum(map(len, self.by_chunk)), _bias_without_gradient(module))
         module.register_forward_hook(hook)
@@ -219,6 +227,16 @@ class SketchCapture:
                 )
                 dist.all_gather_into_tensor(whole, target.proxy.detach(), group=self.tp_group)
                 self._whole_directions[index] = whole
+
+    def keep_applied(self, index: int, factor: torch.Tensor) -> None:
+        """Leave in the proxy the rows of α·D that it has, as they are applied to the weights.
+
+        Args:
+            factor: as from `direction`, in the factor's type.
+        """
+        target = self.targets[index]
+        first = target.rows * self.tp_group.rank() if target.row_parallel else 0
+        target.proxy.data.copy_(factor[first : first + target.rows])
 
     def release_directions(self) -> None:
         """Free what `gather_directions` collected."""

@@ -1,0 +1,1 @@
+"""Bringing rollout workers to the trainer's weights by the sketches that moved the trainer."""

@@ -1,0 +1,287 @@
+"""Receivers hold the trainer's weights after every update, whatever their layout and the faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import whole_weights
+from reference import config_for, make_checkpoint
+from sync_runs import make_receiver, one_update, receive, send
+from training import make_learner
+
+from megatron_logra.errors import UserError
+from megatron_logra.optimizer.learner import Learner
+from megatron_logra.sync.files import FileFollower, FileSender
+from megatron_logra.sync.payload import Payload, PayloadError, assemble, decode
+from megatron_logra.sync.receiver import OutOfOrder, Receiver
+from megatron_logra.sync.sender import Sender
+
+UPDATES = 5
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
+}
+STEP = {"step_control": {"update_ratio": 0.01, "kl_budget": 0.1, "kl_budget_final": 0.1}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {**STEP},
+    "bf16": {**STEP, "train": {"precision": "bf16"}},
+    "non-targets": {**STEP, "optimizer": {"non_targets": "adam", "adam": {"lr": 1e-3}}},
+    "decay": {"step_control": {"mode": "lr", "lr": {"lr": 0.1, "weight_decay": 0.5}}},
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, "qwen3", True, vocabulary=132, layers=2)
+    return path
+
+
+def assert_follows(received: Any, sent: Any, *, bits: bool, sections: dict[str, Any]) -> None:
+    bf16 = sections.get("train", {}).get("precision") == "bf16"
+    assert len(received) == len(sent)
+    for mine, theirs in zip(received, sent, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, weight in theirs.items():
+            if bits:
+                assert torch.equal(mine[name], weight), name
+            else:
+                room = weight.abs() * (2**-7 if bf16 else 2**-20) + 1e-7
+                assert bool(((mine[name] - weight).abs() <= room).all()), name
+    first, last = sent[0], sent[-1]
+    moved = [n for n in first if not torch.equal(first[n], last[n])]
+    assert any("linear_fc1" in name for name in moved), "training moved nothing"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("trainer", "worker"), [("tp2", "tp2"), ("tp2", "one"), ("one", "pp2"), ("tp2-dp2", "pp2")]
+)
+def test_receivers_of_any_layout_follow(trainer, worker, variant, ranks, directory, tmp_path):
+    sections = VARIANTS[variant]
+    size, parallel = LAYOUTS[trainer]
+    sent, _ = ranks.run(
+        size, send, directory, {**sections, "parallel": parallel}, tmp_path, UPDATES
+    )[0]
+    size, parallel = LAYOUTS[worker]
+    for received, drifts, healed in ranks.run(
+        size, receive, directory, {**sections, "parallel": parallel}, tmp_path, UPDATES
+    ):
+        assert_follows(received, sent, bits=trainer == worker, sections=sections)
+        assert healed == []
+        assert all(drift.ulps <= 1 for drift in drifts[1:])
+        assert trainer != worker or all(drift.largest == 0 for drift in drifts[1:])
+
+
+# --- faults, on one rank ----------------------------------------------------------------------
+
+
+@dataclass
+class Line:
+    """A trainer and a receiver that follows it through a directory."""
+
+    learner: Learner
+    sender: FileSender
+    receiver: Receiver
+    follower: FileFollower
+
+    def step(self) -> None:
+        one_update(self.learner)
+        self.sender.publish()
+
+    def piece(self, version: int) -> Path:
+        return self.follower.directory / f"update_{version:07d}" / "piece_000"
+
+    def same(self) -> bool:
+        mine, theirs = whole_weights(self.receiver), whole_weights(self.learner)
+        return all(torch.equal(mine[name], weight) for name, weight in theirs.items())
+
+
+@pytest.fixture
+def line(directory, tmp_path, pg) -> Line:
+    cfg = config_for(directory, **STEP)
+    learner = make_learner(cfg, pg)
+    sender = FileSender(tmp_path / "shared", Sender(learner, cfg.sketch, "first"))
+    receiver = make_receiver(cfg)
+    follower = FileFollower(tmp_path / "shared", receiver, "worker")
+    assert not follower.catch_up(), "there is nothing to follow yet"
+    sender.start()
+    assert follower.catch_up(0)
+    return Line(learner, sender, receiver, follower)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def drop(path: Path) -> None:
+    path.unlink()
+
+
+def put_an_older_one_in_its_place(path: Path) -> None:
+    path.write_bytes((path.parent.parent / "update_0000001" / path.name).read_bytes())
+
+
+FAULTS = {
+    truncate: "checksum",
+    corrupt: "checksum",
+    drop: "no pieces",
+    put_an_older_one_in_its_place: "applies to version 0",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_bad_update_changes_nothing_and_is_healed(fault, line):
+    line.step()
+    assert line.follower.catch_up(1)
+    line.step()
+    fault(line.piece(2))
+    before = {name: w.clone() for name, w in whole_weights(line.receiver).items()}
+    assert not line.follower.catch_up(2), "there is no refresh yet"
+    assert all(torch.equal(w, before[name]) for name, w in whole_weights(line.receiver).items())
+    assert line.receiver.version == 1
+    line.step()  # sees that whole weights are wanted
+    assert line.follower.catch_up()
+    assert line.receiver.version == 3 and line.same()
+    (reason,) = line.follower.healed
+    assert "update_0000002" in reason and FAULTS[fault] in reason
+    line.step()
+    assert line.follower.catch_up(4) and line.same()
+    assert len(line.follower.healed) == 1
+
+
+def test_a_repeated_or_skipped_update_is_refused_by_name(line):
+    line.step()
+    line.step()
+    first, second = (assemble([line.piece(version).read_bytes()]) for version in (1, 2))
+    with pytest.raises(OutOfOrder, match="update 2 applies to version 1 .* has version 0"):
+        line.receiver.apply(second)
+    line.receiver.apply(first)
+    with pytest.raises(OutOfOrder, match="update 1 applies to version 0 .* has version 1"):
+        line.receiver.apply(first)
+    line.receiver.apply(second)
+    assert line.same()
+
+
+def test_an_update_that_moves_no_target_is_an_error(line):
+    line.step()
+    payload = assemble([line.piece(1).read_bytes()])
+    with pytest.raises(PayloadError, match="nothing for"):
+        line.receiver.apply(Payload(payload.header, {}, 0))
+    assert line.receiver.version == 0
+
+
+def test_a_late_or_restarted_receiver_catches_up_by_replay(line, directory):
+    for _ in range(4):
+        line.step()
+    late = make_receiver(config_for(directory, **STEP))
+    follower = FileFollower(line.follower.directory, late, "late")
+    assert follower.catch_up() and late.version == 4 and follower.healed == []
+    mine = whole_weights(late)
+    assert all(torch.equal(mine[name], w) for name, w in whole_weights(line.learner).items())
+
+
+def test_old_updates_are_pruned_and_late_receivers_still_find_a_way(line, directory):
+    line.sender.refresh_interval = 2
+    for _ in range(7):
+        line.step()
+    names = sorted(path.name for path in line.follower.directory.iterdir() if path.is_dir())
+    assert names[0] == "refresh_0000004" and "update_0000003" not in names
+    assert line.follower.catch_up() and line.receiver.version == 7 and line.same()
+    assert len(line.follower.healed) == 1  # its next update is gone: whole weights instead
+
+
+def test_a_trainer_that_starts_again_brings_receivers_to_its_version(line, directory, pg):
+    for _ in range(3):
+        line.step()
+    assert line.follower.catch_up(3)
+    cfg = config_for(directory, **STEP)
+    again = make_learner(cfg, pg)  # from an older state than the receiver's
+    sender = FileSender(line.follower.directory, Sender(again, cfg.sketch, "second"))
+    sender.start()
+    one_update(again)
+    sender.publish()
+    assert line.follower.catch_up() and line.receiver.version == 1
+    mine = whole_weights(line.receiver)
+    assert all(torch.equal(mine[name], w) for name, w in whole_weights(again).items())
+
+
+def test_a_sender_killed_between_two_pieces_announces_nothing(ranks, directory, tmp_path):
+    """One of two trainer ranks has written its piece; readers stay at the version before."""
+    sections = {**STEP, "parallel": {"tensor": 2}}
+    ranks.run(2, send, directory, sections, tmp_path, 2)
+    (tmp_path / "update_0000002" / "piece_001").unlink()
+    head = json.loads((tmp_path / "HEAD").read_text())
+    (tmp_path / "HEAD").write_text(json.dumps({**head, "version": 1}))
+    ((weights, _, healed),) = ranks.run(1, receive, directory, STEP, tmp_path, 1)
+    assert len(weights) == 2 and healed == []
+
+
+def test_a_full_disk_is_one_line_and_readers_find_the_version_before(directory, tmp_path, pg):
+    shared = tmp_path / "small"
+    shared.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(shared)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        cfg = config_for(directory, **STEP)
+        learner = make_learner(cfg, pg)
+        sender = FileSender(shared, Sender(learner, cfg.sketch, "first"))
+        sender.start()
+
+        def fill() -> None:
+            for _ in range(50):
+                one_update(learner)
+                sender.publish()
+
+        with pytest.raises(UserError, match=r"not written \(No space left on device; 0 MiB free"):
+            fill()
+        receiver = make_receiver(cfg)
+        assert FileFollower(shared, receiver, "worker").catch_up()
+        assert receiver.version == learner.update - 1
+    finally:
+        subprocess.run(["umount", str(shared)], check=True)
+
+
+@pytest.mark.parametrize("length", [0, 7, 40, 60, 200])
+def test_no_truncated_piece_is_read(line, length):
+    line.step()
+    with pytest.raises(PayloadError):
+        decode(line.piece(1).read_bytes()[:length])
+
+
+def test_a_bf16_receiver_drifts_where_an_exact_one_does_not(directory, tmp_path, pg):
+    sections = {"train": {"precision": "bf16"}, "step_control": {"update_ratio": 1e-4}}
+    cfg = config_for(directory, **sections)
+    learner = make_learner(cfg, pg)
+    sender = FileSender(tmp_path, Sender(learner, cfg.sketch, "first", audit_interval=1))
+    sender.start()
+    followers = [
+        FileFollower(tmp_path, make_receiver(cfg, kind), kind) for kind in ("fp32", "bf16")
+    ]
+    drift = {"fp32": 0.0, "bf16": 0.0}
+    for version in range(1, 31):
+        one_update(learner)
+        sender.publish()
+        for follower in followers:
+            assert follower.catch_up(version)
+            found = follower.receiver.drift
+            assert found is not None and found.compared
+            drift[follower.name] = max(drift[follower.name], found.largest)
+    assert drift["fp32"] == 0.0 < drift["bf16"]
