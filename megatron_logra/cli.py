@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import megatron_logra
 from megatron_logra import launcher
-from megatron_logra.config import load_config, require_trainable
+from megatron_logra.config import Config, load_config, require_trainable
 from megatron_logra.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -95,10 +95,25 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the run directory's latest checkpoint"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build every rank in turn without memory, check it, write the plan, and train nothing",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of a dry run; default: --nproc, or as few as the parallel section takes",
+    )
     args = parser.parse_intermixed_args(argv)
     starts_ranks = _starts_ranks(args)
+    if args.ranks is not None and (not args.dry_run or args.ranks < 1):
+        raise UserError(f"--ranks {args.ranks}: expected a number of ranks, with --dry-run")
     config = load_config(args.config, args.overrides)
     require_trainable(config)
+    if args.dry_run:
+        return _dry_run(config, args.ranks or (args.nproc if args.nproc > 1 else None))
     if starts_ranks:
         return launcher.launch(["train", *argv], args.nproc)
     _become_rank()
@@ -108,6 +123,16 @@ def train(argv: Sequence[str]) -> int:
     told = _told(trainer.run(config, resume=args.resume))
     if os.environ.get("RANK", "0") == "0":
         print(told)
+    return 0
+
+
+def _dry_run(config: Config, ranks: int | None) -> int:
+    from megatron_logra import platform
+
+    platform.install()
+    from megatron_logra import dry_run
+
+    dry_run.run(config, ranks)
     return 0
 
 

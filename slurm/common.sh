@@ -151,7 +151,7 @@ set_launch() {
   if [ "$LOGRA_LAUNCHER" = torchrun ] && [ "$LOGRA_TASKS" -gt 1 ]; then
     local nodes=$SLURM_JOB_NUM_NODES
     launch+=("--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1)
-    launch+=("--cpus-per-task=$((LOGRA_TASKS / nodes * ${SLURM_CPUS_PER_TASK:-1}))")
+    unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK # the one task has all of a node's
   fi
   case $LOGRA_CONTAINER in
     none) ;;
@@ -254,15 +254,17 @@ run_ranks() {
   if [ "$LOGRA_LAUNCHER" = torchrun ]; then code=$(torchrun_code "$code"); fi
 }
 
-# torchrun ends with 1 whatever its ranks end with; rank.sh has kept what they said.
+# torchrun ends with 1 whatever its ranks end with; rank.sh has kept what they said. The first to end
+# decides: torchrun then ends the others.
 torchrun_code() {
-  local codes
-  codes=$(cat "$LOGRA_JOB_LOGS"/exit.* 2>/dev/null | sort -un)
-  case $codes in
-    "$EXIT_STOPPED") echo "$EXIT_STOPPED" ;;
-    *"$EXIT_USER_ERROR"*) grep -qx "$EXIT_USER_ERROR" <<<"$codes" && echo "$EXIT_USER_ERROR" || echo "$1" ;;
-    *) echo "$1" ;;
-  esac
+  local code
+  for code in "$EXIT_USER_ERROR" "$EXIT_STOPPED"; do
+    if cat "$LOGRA_JOB_LOGS"/exit.* 2>/dev/null | grep -qx "$code"; then
+      echo "$code"
+      return
+    fi
+  done
+  echo "$1"
 }
 
 stop_ranks() {

@@ -52,7 +52,8 @@ GresTypes=gpu
 """
 _NODE = (
     "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=8 Boards=1 "
-    "SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=10000 Gres=gpu:4 State=UNKNOWN\n"
+    "SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=10000 Gres=gpu:4 "
+    "State=UNKNOWN\n"
 )
 _PARTITION = (
     "PartitionName=debug Nodes=127.0.0.[1-2] Default=YES DefaultTime=15 MaxTime=INFINITE State=UP "

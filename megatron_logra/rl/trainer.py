@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_logra import checkpoint as checkpoints
 from megatron_logra import attempts, distributed, memory, platform, stopping
+from megatron_logra import checkpoint as checkpoints
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.metrics import (
