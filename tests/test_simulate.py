@@ -59,9 +59,7 @@ def test_bubbles_links_and_hops() -> None:
 
     # Twice the bytes a second, half the time; latency alone grows with the ranks.
     slow, fast = dataclasses.replace(FREE, link=0.5), dataclasses.replace(FREE, link=1.0)
-    pair = [
-        simulate(recipe("gemma3_27b"), 8, "logra", H100, e).times.tensor for e in (slow, fast)
-    ]
+    pair = [simulate(recipe("gemma3_27b"), 8, "logra", H100, e).times.tensor for e in (slow, fast)]
     assert pair[0] == pytest.approx(2 * pair[1])
     late = dataclasses.replace(FREE, network_latency_s=1e-5)
     seven = recipe("qwen2.5_7b", "optimizer.master=replicated")

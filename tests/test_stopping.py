@@ -7,6 +7,7 @@ import json
 import random
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_no_step_is_begun_that_would_not_be_saved_in_time() -> None:
         step, save = draw.uniform(0.1, 200), draw.uniform(0.1, 200)
         deadline = stopping.Deadline(end, lambda end=end: end, state_bytes=0, clock=clock)
         deadline.save_took(save)
-        for number in itertools.count():
+        for number in itertools.count():  # noqa: B007
             clock.now += step * draw.uniform(0.9, 1.1)
             deadline.step_took(step)
             if deadline.reached():
@@ -113,12 +114,9 @@ def test_a_run_without_time_left_saves_and_goes_on_as_if_nothing_had_been(
 
 def attempt(run_dir: Path, step: int, end: BaseException | None) -> None:
     """One start from `step`; it ends with `end`, or by itself."""
-    try:
-        with attempts.recorded(run_dir, step):
-            if end is not None:
-                raise end
-    except type(end) if end is not None else ():
-        pass
+    with suppress(RuntimeError, StopRequested, UserError), attempts.recorded(run_dir, step):
+        if end is not None:
+            raise end
 
 
 CRASH = RuntimeError("a GPU fell off\nthe bus")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_logra import attempts, distributed, memory, platform, stopping
+from megatron_logra import attempts, distributed, memory, platform, stopping, telemetry
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
@@ -44,6 +44,7 @@ from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_bat
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
 from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
+from megatron_logra.wandb_log import WandbLog
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -125,6 +126,7 @@ class Trainer:
         )
         if source is not None:
             self._restore(source)
+        self.telemetry = telemetry.Telemetry(config.logging.telemetry_interval_s)
         self.maker = RolloutMaker(self.policy, environment)
         self.samples = SampleLog(
             self.run_dir, config.logging.rollouts_per_step, config.logging.rollouts_kept
@@ -143,7 +145,12 @@ class Trainer:
         after: dict[str, evaluate.Accuracy] | None = None
         path: Path | None = None
         skipped = 0
-        with self.progress, self._open_metrics() as writer, _stop_requests() as requested:
+        with (
+            self.progress,
+            self.telemetry,
+            self._open_metrics() as writer,
+            _stop_requests() as requested,
+        ):
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
@@ -455,12 +462,19 @@ class Trainer:
         return {key: None for key in keys if key != "step" and key.split("/")[0] not in absent}
 
     def _account(self, record: Record) -> None:
-        """Memory and communication of the rank with most of it."""
+        """Memory, communication and telemetry of the rank with most of it."""
         learner = self.learner
         own = {f"memory/{kind}_bytes": size for kind, size in learner.memory_bytes().items()}
         own["memory/peak_bytes"] = memory.peak_bytes()
         own |= {f"comm/{kind}_bytes": size for kind, size in learner.comm_bytes().items()}
-        record |= _largest(distributed.each(lambda: own))
+        taken = self.telemetry.take()
+        every = distributed.each(lambda: (own, taken))
+        record |= _largest([sizes for sizes, _ in every])
+        by_rank = [values for _, values in every]
+        for key in dict.fromkeys(key for values in by_rank for key in values):
+            record[key] = max(values[key] for values in by_rank if key in values)
+        if distributed.rank() == 0:
+            telemetry.write(self.run_dir, self.state.step, by_rank)
 
     def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
         """The metrics file, without records of steps that come again; None if not ours to write."""
@@ -470,11 +484,17 @@ class Trainer:
         path = self.run_dir / METRICS_FILE
         written = [r["step"] for r in read_metrics(self.run_dir)] if path.exists() else []
         if unwritten is None or step - 1 in written:
-            return MetricsWriter(self.run_dir, self.config.logging.tensorboard, step)
+            return self._writer(step)
         # Killed after the save and before the record of its step was written.
-        writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard, step - 1)
+        writer = self._writer(step - 1)
         writer.write(step - 1, unwritten)
         return writer
+
+    def _writer(self, step: int) -> MetricsWriter:
+        settings, wandb = self.config.logging, None
+        if settings.wandb is not None:
+            wandb = WandbLog(self.run_dir, settings.wandb, self.config.model_dump())
+        return MetricsWriter(self.run_dir, settings.tensorboard, step, wandb)
 
     # --- checkpoints ------------------------------------------------------------------------
 
