@@ -51,6 +51,7 @@ logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(
 
 LATEST = "latest"
 DESCRIPTION = "checkpoint.json"
+_EXTRA = "_extra_state"
 _NAME = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
@@ -95,38 +96,70 @@ def save(
         UserError: it cannot be written (a full disk, no permission). The previous checkpoints and
             `latest` are untouched.
     """
-    final = root / directory_name(step)
-    unfinished = root / (_UNFINISHED + final.name)
+    draft = Draft(root, step, description, keep)
+    with draft:
+        draft.begin()
+        draft.guarded(lambda: dist_checkpointing.save(state, str(draft.path)))
+        draft.publish()
+    return draft.final
 
-    def begin() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(root)
-        unfinished.mkdir()
 
-    def write() -> None:
-        _write_results_stay_in_this_process()
-        with _quiet():
-            dist_checkpointing.save(state, str(unfinished))
+class Draft:
+    """A checkpoint on its way: written next to its final place, where it is whole or not at all.
 
-    def publish() -> None:
-        text = json.dumps({"step": step, **description}, indent=2, allow_nan=False)
-        (unfinished / DESCRIPTION).write_text(text + "\n")
-        save_integrity_manifest(str(unfinished))
-        for path in (*unfinished.iterdir(), unfinished):
-            _flush(path)
-        _publish(root, unfinished, final)
-        older = [path for path in list_checkpoints(root) if _step_of(path) < step]
-        for path in older[: max(0, len(older) - (keep - 1))]:
-            shutil.rmtree(path)
+    All ranks make one. As a context manager it deletes, in the end, what was not published.
 
-    try:
-        distributed.first(lambda: _guarded(begin, root, final))
-        _guarded(write, root, final)
-        distributed.first(lambda: _guarded(publish, root, final))
-    finally:
+    Args:
+        root, step, description, keep: as `save` has them.
+    """
+
+    def __init__(self, root: Path, step: int, description: dict[str, Any], keep: int) -> None:
+        self.root, self.step, self.description, self.keep = root, step, description, keep
+        self.final = root / directory_name(step)
+        self.path = root / (_UNFINISHED + self.final.name)
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return final
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def guarded[T](self, action: Callable[[], T]) -> T:
+        """A part of a save, whose failures are `UserError`s."""
+        _write_results_stay_in_this_process()
+        try:
+            with _quiet():
+                return action()
+        except _FAILURES as error:
+            if lost_a_rank(error):
+                raise
+            raise UserError(_save_failure(self.root, self.final, error)) from error
+
+    def begin(self) -> None:
+        """Make the empty directory `path`. Called by all ranks."""
+
+        def make() -> None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.root)
+            self.path.mkdir()
+
+        distributed.first(lambda: self.guarded(make))
+
+    def publish(self) -> None:
+        """Hash what all ranks have written, and give it its name. Called by all ranks."""
+
+        def finish() -> None:
+            text = json.dumps({"step": self.step, **self.description}, indent=2, allow_nan=False)
+            (self.path / DESCRIPTION).write_text(text + "\n")
+            save_integrity_manifest(str(self.path))
+            flush(self.path)
+            _publish(self.root, self.path, self.final)
+            older = [p for p in list_checkpoints(self.root) if _step_of(p) < self.step]
+            for path in older[: max(0, len(older) - (self.keep - 1))]:
+                shutil.rmtree(path)
+
+        distributed.first(lambda: self.guarded(finish))
 
 
 def latest(root: Path) -> Path | None:
@@ -208,17 +241,24 @@ def load(path: Path, state: ShardedStateDict) -> dict[str, Any]:
 
 
 def weights_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
-    """Sharded state of the weights of a rank's model chunks, wrapped or not."""
+    """Sharded state of the weights of a rank's model chunks, wrapped or not.
+
+    Without Megatron's "extra states", which are for fp8 and empty otherwise: so a checkpoint does
+    not depend on the layers' implementation.
+    """
     state: ShardedStateDict = {}
     for index, chunk in enumerate(unwrap_model(list(chunks))):
-        state[f"model{index}"] = chunk.sharded_state_dict()
+        found = chunk.sharded_state_dict()
+        state[f"model{index}"] = {k: v for k, v in found.items() if not k.endswith(_EXTRA)}
     return state
 
 
 def set_weights(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     """Put what `load` returned for `weights_state` into the model chunks."""
     for index, chunk in enumerate(unwrap_model(list(chunks))):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        result = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith(_EXTRA)]
+        assert not missing and not result.unexpected_keys, result
 
 
 def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
@@ -290,9 +330,9 @@ def _publish(root: Path, unfinished: Path, final: Path) -> None:
     unfinished.rename(final)
     pointer = root / (_UNFINISHED + LATEST)
     pointer.write_text(final.name + "\n")
-    _flush(pointer)
+    flush(pointer)
     pointer.replace(root / LATEST)
-    _flush(root)
+    flush(root)
     _remove_leftovers(root)
 
 
@@ -306,21 +346,22 @@ def _remove_leftovers(root: Path) -> None:
                 path.unlink()
 
 
-def _flush(path: Path) -> None:
-    """Have a file or directory on disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def flush(path: Path) -> None:
+    """Have a file, or a directory and the files in it, on disk before going on."""
+    for part in (*path.iterdir(), path) if path.is_dir() else (path,):
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_results_stay_in_this_process() -> None:
     """Spare a helper process.
 
     Megatron's writer hands its results over through a queue in a manager process, because it can
-    also run in the background. Starting one by spawn takes seconds and imports the main module
-    anew. A save in the foreground fills and empties the queue in one thread: a plain queue does.
+    run in a process of its own. Starting one by spawn takes seconds and imports the main module
+    anew. Here it runs in this process, one save at a time: a plain queue does.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
@@ -333,16 +374,6 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"torch\.distributed")
         warnings.filterwarnings("ignore", module=r"megatron\.core\.dist_checkpointing")
         yield
-
-
-def _guarded(action: Callable[[], None], root: Path, final: Path) -> None:
-    """A part of a save, whose failures are `UserError`s."""
-    try:
-        action()
-    except _FAILURES as error:
-        if lost_a_rank(error):
-            raise
-        raise UserError(_save_failure(root, final, error)) from error
 
 
 def _save_failure(root: Path, final: Path, error: BaseException) -> str:

@@ -8,10 +8,15 @@ arguments and configuration are known to be right.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import megatron_logra
@@ -114,13 +119,16 @@ def train(argv: Sequence[str]) -> int:
     require_trainable(config)
     if args.dry_run:
         return _dry_run(config, args.ranks or (args.nproc if args.nproc > 1 else None))
-    if starts_ranks:
-        return launcher.launch(["train", *argv], args.nproc)
-    _become_rank()
+    separate = config.rollout.placement == "separate" and not launcher.is_rank()
+    if starts_ranks or separate:
+        helpers = _rollout_workers(config, args) if separate else []
+        return launcher.launch(["train", *argv], args.nproc, helpers)
+    with _stopping_at_once():  # until the first step begins
+        _become_rank()
 
-    from megatron_logra.rl import trainer
+        from megatron_logra.rl import trainer
 
-    told = _told(trainer.run(config, resume=args.resume))
+        told = _told(trainer.run(config, resume=args.resume))
     if os.environ.get("RANK", "0") == "0":
         print(told)
     return 0
@@ -136,6 +144,35 @@ def _dry_run(config: Config, ranks: int | None) -> int:
     return 0
 
 
+def _rollout_workers(config: Config, args: argparse.Namespace) -> list[launcher.Helper]:
+    """The commands that start a run's rollout workers."""
+    workers = config.rollout.workers
+    command = ["rollout-worker", args.config, *args.overrides, "--index"]
+    ranks = workers.tensor * workers.pipeline
+    return [
+        launcher.Helper([*command, str(index)], ranks, workers.restarts)
+        for index in range(workers.count)
+    ]
+
+
+@contextlib.contextmanager
+def _stopping_at_once() -> Iterator[None]:
+    """Within: SIGTERM and SIGUSR1 raise `StopRequested`, as long as nothing can be lost by it."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise StopRequested("stopped before training began, with nothing to save")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals only ever reach the main thread
+        return
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def _told(summary: dict[str, Any]) -> str:
     """What `trainer.run` returned, in a few lines."""
     lines = [f"{summary['steps']} steps, {summary['updates']} updates: {summary['run_dir']}"]
@@ -146,6 +183,29 @@ def _told(summary: dict[str, Any]) -> str:
         begin = f"{before['pass@1']:.3f} → " if before else ""
         lines.append(f"held-out pass@1, {name}: {begin}{after['pass@1']:.3f}")
     return "\n".join(lines)
+
+
+def rollout_worker(argv: Sequence[str]) -> int:
+    """Generate for a trainer elsewhere (rollout.placement: separate), until it has no more."""
+    parser = _parser("rollout-worker")
+    _add_config(parser)
+    parser.add_argument(
+        "--index", type=int, required=True, metavar="I", help="which worker, from 0"
+    )
+    _add_ranks(parser)
+    args = parser.parse_intermixed_args(argv)
+    starts_ranks = _starts_ranks(args)
+    config = load_config(args.config, args.overrides)
+    if config.rollout.placement != "separate":
+        raise UserError("rollout.placement: a rollout worker needs separate, got colocated")
+    if starts_ranks:
+        return launcher.launch(["rollout-worker", *argv], args.nproc)
+    _become_rank()
+
+    from megatron_logra.rollout import worker
+
+    worker.run(config, args.index)
+    return 0
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -232,6 +292,57 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def convert(argv: Sequence[str]) -> int:
+    """Make a checkpoint of a Hugging Face directory (from-hf), or the reverse (to-hf)."""
+    parser = _parser("convert")
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="from-hf | to-hf")
+    there = directions.add_parser("from-hf", help="from a Hugging Face directory")
+    there.add_argument("source", metavar="SRC", help="Hugging Face directory")
+    there.add_argument("target", metavar="DST", help="the checkpoint; must not exist")
+    back = directions.add_parser("to-hf", help="to a Hugging Face directory")
+    back.add_argument(
+        "source", metavar="SRC", help="a checkpoint, or a run directory, whose latest is taken"
+    )
+    back.add_argument("target", metavar="DST", help="Hugging Face directory; must not exist")
+    back.add_argument(
+        "--like",
+        metavar="DIR",
+        help="Hugging Face directory of the model, for configuration and tokenizer; default: what "
+        "the checkpoint was made of",
+    )
+    back.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="default: as in the checkpoint"
+    )
+    back.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)"
+    )
+    args = parser.parse_args(argv)
+    if args.direction == "to-hf" and not args.shard_gb > 0:
+        raise UserError(f"--shard-gb {args.shard_gb:g}: expected more than 0")
+
+    from megatron_logra import platform
+
+    platform.quieten()
+    import torch
+
+    from megatron_logra import convert
+
+    source, target = Path(args.source), Path(args.target)
+    if args.direction == "from-hf":
+        convert.from_hf(source, target)
+    else:
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        convert.to_hf(
+            source,
+            target,
+            like=Path(args.like) if args.like is not None else None,
+            dtype=types[args.dtype] if args.dtype is not None else None,
+            shard_bytes=int(args.shard_gb * 10**9),
+        )
+    print(target)
+    return 0
+
+
 def report(argv: Sequence[str]) -> int:
     """Draw plots and one self-contained HTML page from run directories."""
     parser = _parser("report")
@@ -262,6 +373,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
+    "rollout-worker": rollout_worker,
+    "convert": convert,
     "plan": plan,
     "report": report,
     "doctor": doctor,

@@ -34,12 +34,14 @@ class ModelConfig(Section):
     """Which model is trained: either `hf` or `spec`."""
 
     hf: str | None = None
-    """A Hugging Face directory (config.json, safetensors, tokenizer); its weights are loaded."""
+    """A Hugging Face directory (config.json, safetensors, tokenizer), or what `convert from-hf`
+    made of one; its weights are loaded."""
     spec: dict[str, Any] | None = None
     """A randomly initialised model: Megatron's TransformerConfig field names, and GPTModel's
     vocab_size, max_sequence_length, rotary_base and share_embeddings_and_output_weights."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer directory, or `bytes` (one token a byte). Default: that of `hf`."""
+    """A Hugging Face tokenizer directory, a sentencepiece model (FILE.model, with its chat template
+    in chat_template.jinja beside it), or `bytes` (one token a byte). Default: that of `hf`."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; `auto` takes Transformer Engine where it and a GPU are present."""
 
@@ -73,6 +75,9 @@ class ParallelConfig(Section):
     bucket_size: int | None = Field(None, ge=1)
     """Numbers that are reduced at once with overlap. Default: 40 million, or a million for each
     data-parallel rank if that is more."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds for which a rank waits for another before the run ends; for all to join, at most
+    300."""
     optimizer_instances: int = Field(1, ge=1)
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
@@ -145,8 +150,9 @@ class SketchConfig(Section):
 class StepControlConfig(Section):
     """How far a step goes (method, sections 3 and 4)."""
 
-    mode: Literal["kl_budget", "lr"] = "kl_budget"
-    """`kl_budget`: predicted-KL control; `lr`: learning rate, weight decay and clipping."""
+    mode: Literal["kl_budget", "fixed_ratio", "lr"] = "kl_budget"
+    """`kl_budget`: predicted-KL control; `fixed_ratio`: every update as large as `update_ratio`,
+    without control; `lr`: learning rate, weight decay and clipping."""
     update_ratio: float = Field(6e-5, gt=0)
     """ρ: ‖ΔW‖ / ‖W‖ over all targets before α."""
     kl_budget: float = Field(2e-4, gt=0)
@@ -159,12 +165,14 @@ class StepControlConfig(Section):
     """Updates over which the budget falls."""
     alpha_max: float = Field(3.0, gt=0)
     """Largest α."""
-    estimator: Literal["forward_ad"] = "forward_ad"
-    """How the change of the logits is predicted: a forward-mode (JVP) pass."""
+    estimator: Literal["auto", "forward_ad", "finite_difference"] = "auto"
+    """How the change of the logits is predicted: by a forward-mode (JVP) pass, or by differences
+    over a side path; `auto` takes forward mode where every function of the model has a rule."""
     probe_responses: int = Field(8, ge=1)
     """Responses of the global batch on which the KL is predicted, evenly spaced by place."""
     probe_max_tokens: int = Field(4096, ge=1)
-    """Tokens of each probe response that count; the rest is cut off."""
+    """Tokens of each probe response that count; the rest is cut off. Also the most positions of one
+    forward pass of the probe, unless a single prompt and response have more."""
     mismatch_subtraction: bool = True
     """Subtract the rollout-trainer mismatch from the budget."""
     mismatch_ema: float = Field(0.3, gt=0, le=1)
@@ -175,6 +183,10 @@ class StepControlConfig(Section):
     """Type to which α·D is rounded before it is applied or sent."""
     realised_kl_interval: int = Field(10, ge=0)
     """Updates between two measurements of the realised KL; 0 never measures."""
+    adaptive: bool = False
+    """Divide the budget by the smoothed ratio of realised to predicted KL (`step_control.py`)."""
+    adaptive_ema: float = Field(0.3, gt=0, le=1)
+    """Weight of the newest ratio in its moving (geometric) average."""
     lr: ScheduleConfig = ScheduleConfig()
     """Learning rate, weight decay and clipping of mode `lr`."""
 
@@ -215,15 +227,46 @@ class SamplingConfig(Section):
     """Texts of single tokens that end a response, besides the tokenizer's end tokens."""
 
 
+class RolloutWorkersConfig(Section):
+    """Rollout workers of their own, for `rollout.placement: separate`."""
+
+    count: int = Field(1, ge=1)
+    """Workers; each generates for its share of the problems."""
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel ranks of each."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline stages of each."""
+    exactness: Literal["fp32", "bf16"] = "fp32"
+    """`fp32`: bf16 weights keep the 16 bits they lack, and equal the trainer's; `bf16`: they do
+    not, take half the memory of the master away, and drift between refreshes."""
+    restarts: int = Field(3, ge=0)
+    """Times that a worker which has died is started again by `--nproc`'s launcher."""
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
     engine: Literal["static"] = "static"
     """`static`: batched generation with a KV cache."""
-    placement: Literal["colocated"] = "colocated"
-    """`colocated`: the training ranks generate."""
-    sync: Literal["shared"] = "shared"
-    """`shared`: rollouts read the trainer's own weights."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: the training ranks generate; `separate`: `workers` do."""
+    sync: Literal["shared", "sketch", "dense"] = "shared"
+    """`shared`: rollouts read the trainer's own weights (colocated); `sketch`: workers apply the
+    factors of each update; `dense`: they get whole weights each time (separate)."""
+    workers: RolloutWorkersConfig = RolloutWorkersConfig()
+    """Rollout workers of their own."""
+    exchange_dir: str | None = None
+    """Directory in which trainer and workers meet; on several nodes a shared one. Default:
+    `exchange` in the run directory."""
+    max_lag: int = Field(0, ge=0)
+    """Updates by which the policy that samples may be older than the one that is trained: so many
+    steps are generated ahead. 0 is strictly on-policy."""
+    refresh_interval: int = Field(100, ge=1)
+    """Updates between whole weights under `sync: sketch`, from which late workers begin."""
+    audit_interval: int = Field(10, ge=0)
+    """Updates between comparisons of some weights of the workers' with the trainer's; 0: none."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for a worker's responses, in seconds."""
     batch_size: int = Field(64, ge=1)
     """Sequences that are decoded at once."""
     sampling: SamplingConfig = SamplingConfig()
@@ -316,6 +359,9 @@ class CheckpointConfig(Section):
     """Checkpoints kept; older ones are deleted."""
     save_at_end: bool = True
     """Save after the last update."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in host memory. The last save, and
+    that of a stop request, is waited for."""
     load: str | None = None
     """Start from the weights of this checkpoint directory (optimizer and data start anew)."""
 
@@ -361,6 +407,22 @@ class Config(Section):
         return _expand_short_forms(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
+    def _placement(self) -> Config:
+        rollout = self.rollout
+        if (rollout.placement == "colocated") != (rollout.sync == "shared"):
+            raise ValueError(
+                "rollout.sync: expected shared with rollout.placement=colocated, sketch or dense "
+                f"with separate; got {rollout.sync} with {rollout.placement}"
+            )
+        if rollout.sync == "sketch" and self.optimizer.kind == "adam":
+            raise ValueError("rollout.sync: sketch needs optimizer.kind=logra; expected dense")
+        if rollout.max_lag and rollout.placement == "colocated":
+            raise ValueError("rollout.max_lag: more than 0 needs rollout.placement=separate")
+        if rollout.placement == "separate" and self.algorithm.name == "sft":
+            raise ValueError("rollout.placement: separate is of no use to algorithm sft")
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> Config:
         if self.algorithm.name == "grpo" and self.train.responses_per_prompt < 2:
             raise ValueError("train.responses_per_prompt: grpo needs at least 2")
@@ -371,6 +433,10 @@ class Config(Section):
         control = self.step_control
         if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
             raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")
+        if control.adaptive and (control.mode != "kl_budget" or control.realised_kl_interval == 0):
+            raise ValueError(
+                "step_control.adaptive: needs mode kl_budget and realised_kl_interval of at least 1"
+            )
         return self
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
 
 from megatron_logra.config import ParallelConfig
 
@@ -36,6 +38,25 @@ def bucket_size(config: DistributedDataParallelConfig, stage: int) -> int | None
     Later pipeline stages end their backward passes earlier: nobody waits for their reduction.
     """
     return config.bucket_size if config.overlap_grad_reduce and stage == 0 else None
+
+
+def dense_layout(
+    parameters: list[torch.nn.Parameter],
+    bucket_size: int | None,
+    ranks: int,
+    config: DistributedDataParallelConfig,
+) -> FullParamLayout:
+    """Megatron's layout of parameters in flat buffers, with padding between buckets counted in.
+
+    Its fully reshardable checkpoints leave that padding out of a buffer's tensor, and then look for
+    parameters where they are in the padded one: all behind the first padding would be saved wrong.
+    (There are several buckets with overlap, and where a tied embedding has one of its own.)
+    """
+    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, ranks, config)
+    for buffer in layout.layouts.values():
+        sizes = [end - start for start, end in buffer.bucket_indices]
+        buffer.per_bucket_numel_unpadded[:-1] = sizes[:-1]
+    return layout
 
 
 def start_reductions(

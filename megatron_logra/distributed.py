@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from megatron_logra import platform
 from megatron_logra.config import ParallelConfig
 from megatron_logra.errors import UserError
 
+_LONGEST_JOIN = timedelta(minutes=5)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,7 +44,7 @@ def join(parallel: ParallelConfig) -> None:
     ranks = _launched_ranks()
     check_layout(parallel, ranks)
     if not dist.is_initialized():
-        _join()
+        _join(timedelta(seconds=parallel.timeout_s))
 
 
 def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
@@ -73,6 +75,7 @@ def make_groups(
             expert_model_parallel_size=parallel.expert,
             num_distributed_optimizer_instances=parallel.optimizer_instances,
             create_gloo_process_groups=gloo,
+            distributed_timeout_minutes=parallel.timeout_s / 60,  # type: ignore[arg-type]
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -208,7 +211,7 @@ def _launched_ranks() -> int:
     return int(given)
 
 
-def _join() -> None:
+def _join(timeout: timedelta) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -221,4 +224,14 @@ def _join() -> None:
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"{missing[0]}: not set although RANK and WORLD_SIZE are")
-    dist.init_process_group(backend)
+    patience = min(timeout, _LONGEST_JOIN)
+    try:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=patience))
+    except dist.DistError as error:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: not all ranks have joined at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{patience.total_seconds():.0f} s: {str(error).splitlines()[0]}"
+        ) from None
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)

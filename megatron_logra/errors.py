@@ -34,4 +34,5 @@ _LOST = (
     "Broken pipe",
     "Connection refused",
     "remote process exited",
+    "Timed out waiting",
 )

@@ -253,6 +253,7 @@ def _alpha(runs: Sequence[Run]) -> Figure | None:
     panels = {
         "policy/alpha": ("Step scale α", "factor"),
         "train/update_ratio": ("Size of the update, ‖ΔW‖ / ‖W‖", "ratio"),
+        "policy/kl_ratio": ("Realised over predicted KL", "ratio"),
     }
     figure = _curves(runs, panels, columns=True)
     if figure is not None and _has(runs, "policy/alpha"):

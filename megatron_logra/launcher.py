@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from megatron_logra.errors import EXIT_STOPPED, EXIT_USER_ERROR
@@ -66,8 +67,22 @@ def stop_with_launcher() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def launch(arguments: Sequence[str], ranks: int) -> int:
+@dataclass(frozen=True)
+class Helper:
+    """A group of ranks that serves the run, and is started again if it dies."""
+
+    arguments: Sequence[str]
+    """Its command line."""
+    ranks: int
+    restarts: int
+    """How often it may be started again."""
+
+
+def launch(arguments: Sequence[str], ranks: int, helpers: Sequence[Helper] = ()) -> int:
     """Run the command line `arguments` on `ranks` local ranks.
+
+    Args:
+        helpers: groups of ranks that are started beside them and ended with them.
 
     Returns:
         The ranks' exit code: 2 if one found the user's input wrong, 75 if they stopped on request,
@@ -75,40 +90,82 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     """
     lifeline, ours = os.pipe()
     processes: list[subprocess.Popen[bytes]] = []
+    tended: list[_Tended] = []
     try:
         with tempfile.TemporaryDirectory() as directory, _passing_on(processes) as interrupted:
             variables = {
                 **os.environ,
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()),
                 _SPOKEN: os.path.join(directory, "spoken"),
                 _LIFELINE: str(lifeline),
             }
             # Megatron overlaps tensor-parallel reductions in the order of one queue.
             variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-            cores = len(os.sched_getaffinity(0))
-            variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-            for rank in range(ranks):
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "megatron_logra", *arguments],
-                        env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        pass_fds=[lifeline],
-                    )
-                )
-            return _exit_code(_watch(processes, interrupted))
+            cores, everybody = len(os.sched_getaffinity(0)), ranks + sum(h.ranks for h in helpers)
+            variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // everybody)))
+            processes += _start(arguments, ranks, 0, variables)
+            del variables[_SPOKEN]  # helpers speak for themselves
+            device = ranks
+            for helper in helpers:
+                tended.append(_Tended(helper, device, variables))
+                device += helper.ranks
+            return _exit_code(_watch(processes, tended, interrupted))
     finally:
-        for process in processes:
+        for process in [*processes, *(process for group in tended for process in group.processes)]:
             process.kill()
             process.wait()
         os.close(lifeline)
         os.close(ours)
 
 
+def _start(
+    arguments: Sequence[str], ranks: int, first_device: int, variables: dict[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    """Start the ranks of one group, which find each other at a port of their own."""
+    common = {
+        **variables,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_logra", *arguments],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(first_device + rank)},
+            pass_fds=[int(variables[_LIFELINE])],
+        )
+        for rank in range(ranks)
+    ]
+
+
+class _Tended:
+    """A helper's processes: if one dies, all of the group are started again."""
+
+    def __init__(self, helper: Helper, first_device: int, variables: dict[str, str]) -> None:
+        self.helper = helper
+        self.restarts = 0
+        self._start = lambda: _start(helper.arguments, helper.ranks, first_device, variables)
+        self.processes = self._start()
+
+    def tend(self) -> str | None:
+        """Start the group again if one of it has died; why it cannot be, if so."""
+        failed = [code for process in self.processes if (code := process.poll())]
+        if not failed:
+            return None
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        ended = f"{' '.join(self.helper.arguments)}: ended with exit code {failed[0]}"
+        if self.restarts == self.helper.restarts or failed[0] == EXIT_USER_ERROR:
+            return ended
+        self.restarts += 1
+        _say(f"{ended}; started again ({self.restarts} of {self.helper.restarts})")
+        self.processes = self._start()
+        return None
+
+
 def _watch(
-    processes: list[subprocess.Popen[bytes]], interrupted: threading.Event
+    processes: list[subprocess.Popen[bytes]], tended: list[_Tended], interrupted: threading.Event
 ) -> dict[int, int]:
     """Wait until all have ended; returns the exit codes by rank of those not killed here."""
     codes: dict[int, int] = {}
@@ -120,6 +177,11 @@ def _watch(
                 codes[rank] = code
         if deadline is None and (interrupted.is_set() or any(codes.values())):
             deadline = time.monotonic() + _GRACE_S
+        for group in tended if deadline is None else ():
+            reason = group.tend()
+            if reason is not None:
+                _say(f"{reason}; so the run ends")
+                return {0: 1}
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)

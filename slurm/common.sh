@@ -323,7 +323,11 @@ run_job() {
     run_ranks "$@" "${resume[@]}"
     case $code in
       0) say "done"; return 0 ;;
-      "$EXIT_STOPPED") requeue; return "$EXIT_STOPPED" ;;
+      "$EXIT_STOPPED")
+        if grep -qs "nothing to save" "$LOGRA_JOB_LOGS/$LOGRA_LIFE".*.log; then stopped_early
+        else requeue; fi
+        return "$EXIT_STOPPED"
+        ;;
       "$EXIT_USER_ERROR") last_words; return "$EXIT_USER_ERROR" ;;
     esac
     last_words

@@ -33,7 +33,7 @@ def generator() -> torch.Generator:
     return generator
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes that stand ready as the ranks of small runs."""
     pool = Ranks()

@@ -18,7 +18,7 @@ from training import make_learner, probe_of
 from megatron_logra import checkpoint, distributed
 from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.parameters import EMBEDDING, named_parameters
+from megatron_logra.model.parameters import EMBEDDING, named_parameters, whole_shape
 from megatron_logra.optimizer.learner import Learner
 from megatron_logra.sync.receiver import Receiver
 
@@ -73,6 +73,24 @@ def train(
     if save is not None:
         checkpoint.save(save, first + updates, _state(learner, False), {}, keep=9)
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
+
+
+def train_and_save(directory: Path, sections: dict[str, Any], root: Path) -> None:
+    """Two updates, then a checkpoint in `root`."""
+    train(directory, sections, 2, save=root)
+
+
+def load_each(
+    directory: Path, sections: dict[str, Any], roots: list[Path], to: Path, updates: int
+) -> list[Trajectory]:
+    """Load what `train_and_save` left in each root, save it again in `to`/NAME and go on."""
+    found = []
+    for root in roots:
+        path = root / "iter_0000002"
+        train(directory, sections, 0, first=2, load=path, save=to / root.name)
+        if updates:
+            found.append(train(directory, sections, updates, first=2, load=path))
+    return found
 
 
 def train_watching_reductions(
@@ -194,7 +212,9 @@ def whole_weights(learner: Learner | Receiver) -> dict[str, torch.Tensor]:
             dim, stride = parameter.partition_dim, parameter.partition_stride
             pieces = [part.chunk(stride, dim) for part in parts]
             whole = torch.cat([p[i] for i in range(stride) for p in pieces], dim)
-        found[name] = whole
+        rows = whole_shape(parameter, tp.size())[0]
+        assert not whole[rows:].any()  # a vocabulary's padding stays what it was
+        found[name] = whole[:rows]
     stages: list[dict[str, torch.Tensor]] = [{}] * learner.pg.pp.size()
     dist.all_gather_object(stages, found, group=learner.pg.pp)
     if chunks[0].share_embeddings_and_output_weights and len(stages) > 1:

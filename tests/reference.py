@@ -18,7 +18,7 @@ import transformers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_logra.config import Config, config_from_dict
-from megatron_logra.model.huggingface import rules
+from megatron_logra.model.families import FAMILIES, rules
 
 VOCABULARY = 131
 
@@ -54,12 +54,10 @@ def make_batches(generator: torch.Generator, lengths: list[list[int]]) -> list[B
     return batches
 
 
-def make_checkpoint(
-    directory: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY, layers: int = 2
-) -> None:
+def make_checkpoint(directory: Path, kind: str, tied: bool, layers: int = 2) -> None:
     """A tiny random model of transformers' own class: odd sizes, grouped queries."""
     common = {
-        "vocab_size": vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": layers,
@@ -72,6 +70,14 @@ def make_checkpoint(
     configs = {
         "qwen3": lambda: transformers.Qwen3Config(head_dim=12, **common),  # QK norm
         "qwen2": lambda: transformers.Qwen2Config(**common),  # QKV bias
+        "gemma3": lambda: transformers.Gemma3TextConfig(
+            head_dim=12,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=9,
+            query_pre_attn_scalar=12,
+            pad_token_id=0,
+            **common,
+        ),
     }
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]())
     with torch.no_grad():
@@ -104,7 +110,7 @@ class Reference:
         )
         self.model = model.eval()
         self.parameters = dict(self.model.named_parameters())
-        self.table = rules(config, tied)
+        self.table = dict(rules(FAMILIES[type(model).__name__], config, tied))
         self.moments: dict[str, torch.Tensor] = {}
 
     def names(self) -> list[str]:

@@ -7,59 +7,33 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families import FAMILIES, reference
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import load_file, save_file
 
-from megatron_logra.config import config_from_dict
+from megatron_logra import distributed
+from megatron_logra.config import ParallelConfig, config_from_dict
 from megatron_logra.errors import UserError
 from megatron_logra.model import smollm2
+from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import build_model, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights, read_spec
 from megatron_logra.model.tokenizer import load_tokenizer
 
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 42,
-    "intermediate_size": 56,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 12,
-    "vocab_size": 131,
-    "max_position_embeddings": 96,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0},
-    "tie_word_embeddings": False,
-    "initializer_range": 0.15,
-    "sliding_window": None,
-}
 
-
-def reference(family: str, generator: torch.Generator, **changes: Any) -> torch.nn.Module:
-    """A random model of transformers, in which every norm weight and bias is random too."""
-    config_class, model_class = FAMILIES[family]
-    model = model_class(config_class(**(SIZES | changes))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-            else:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def ours(directory: Path | str, pg: ProcessGroupCollection, precision: str = "fp32") -> GPTModel:
+def ours(
+    directory: Path | str,
+    pg: ProcessGroupCollection,
+    precision: str = "fp32",
+    parallel: dict[str, Any] | None = None,
+) -> GPTModel:
     config, arguments = transformer_config(
         config_from_dict(
             {
                 "model": {"hf": str(directory)},
                 "train": {"precision": precision, "seq_length": 96},
+                "parallel": parallel or {},
             }
         )
     )
@@ -70,7 +44,33 @@ def ours(directory: Path | str, pg: ProcessGroupCollection, precision: str = "fp
 
 @torch.no_grad()
 def logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None, runtime_gather_output=True)
+
+
+def sequences(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [3, 40], longer than any window, and a mask of rows padded on the right."""
+    tokens = torch.randint(131, (3, 40), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, 31:], mask[1, 7:] = 0, 0
+    return tokens, mask
+
+
+@torch.no_grad()
+def expected(model: torch.nn.Module, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Logits of whole rows, and of those that the mask leaves."""
+    whole, masked = model(tokens).logits, model(tokens, attention_mask=mask).logits
+    assert whole.std() > 0.1
+    return whole, masked[mask == 1]
+
+
+def assert_same_logits(model: GPTModel, tokens: Any, mask: Any, want: Any) -> None:
+    whole, masked = want
+    got = logits(model, tokens)[..., : whole.shape[-1]]
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+    got = logits(model, tokens.masked_fill(mask == 0, 0))
+    got = got[mask == 1][..., : whole.shape[-1]]
+    torch.testing.assert_close(got, masked, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,19 +80,61 @@ def test_logits_equal_transformers(
 ) -> None:
     model = reference(family, generator, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    tokens = torch.randint(131, (3, 23), generator=generator)
-    with torch.no_grad():
-        want = model(tokens).logits
-    assert want.std() > 0.1
-    imported = ours(tmp_path, pg)
-    torch.testing.assert_close(logits(imported, tokens), want, rtol=1e-4, atol=1e-4)
-    # Rows padded on the right, against transformers' attention mask.
-    mask = torch.ones_like(tokens)
-    mask[0, 15:], mask[1, 7:] = 0, 0
-    with torch.no_grad():
-        masked = model(tokens, attention_mask=mask).logits
-    got = logits(imported, tokens.masked_fill(mask == 0, 0))
-    torch.testing.assert_close(got[mask == 1], masked[mask == 1], rtol=1e-4, atol=1e-4)
+    tokens, mask = sequences(generator)
+    assert_same_logits(ours(tmp_path, pg), tokens, mask, expected(model, tokens, mask))
+
+
+def test_logits_equal_transformers_on_two_ranks(
+    ranks: Any, tmp_path: Path, generator: torch.Generator
+) -> None:
+    cases = []
+    for number, family in enumerate(FAMILIES):
+        model = reference(family, generator, tie_word_embeddings=number % 2 == 0)
+        directory = tmp_path / family
+        model.save_pretrained(directory)
+        tokens, mask = sequences(generator)
+        cases.append((directory, tokens, mask, expected(model, tokens, mask)))
+    ranks.run(2, _compare_all, cases)
+
+
+def test_logits_equal_transformers_on_context_parallel_ranks(
+    ranks: Any, tmp_path: Path, generator: torch.Generator
+) -> None:
+    """Windows, two rotary bases and layers without RoPE, where positions are divided."""
+    cases = []
+    for family in ("mistral", "smollm3", "gemma3"):
+        model = reference(family, generator)
+        model.save_pretrained(tmp_path / family)
+        tokens, _ = sequences(generator)
+        with torch.no_grad():
+            cases.append((tmp_path / family, tokens, model(tokens).logits))
+    ranks.run(2, _compare_own_positions, cases)
+
+
+@torch.no_grad()
+def _compare_own_positions(cases: list[Any]) -> None:
+    parallel = {"context": 2}
+    pg = distributed.initialize(ParallelConfig(**parallel), 0)
+    for directory, tokens, want in cases:
+        model = ours(directory, pg, parallel=parallel)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        mine = (own_share(values, pg.cp) for values in (tokens, positions))
+        torch.testing.assert_close(model(*mine, None), own_share(want, pg.cp), rtol=1e-4, atol=1e-4)
+
+
+def _compare_all(cases: list[Any]) -> None:
+    parallel = {"tensor": 2}
+    pg = distributed.initialize(ParallelConfig(**parallel), 0)
+    for directory, *case in cases:
+        assert_same_logits(ours(directory, pg, parallel=parallel), *case)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 7000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +149,10 @@ def test_logits_equal_transformers(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 7000.0},
+        YARN,
+        YARN | {"attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
     ],
 )
 def test_rope_scaling_equals_transformers(
@@ -185,6 +231,9 @@ def expect_error(directory: Path, pg: ProcessGroupCollection, *texts: str) -> No
         assert text in message
 
 
+UNEVEN = (("gate", 57), ("up", 55))
+
+
 def test_every_tensor_must_fit(
     tmp_path: Path, pg: ProcessGroupCollection, generator: torch.Generator
 ) -> None:
@@ -201,9 +250,12 @@ def test_every_tensor_must_fit(
     write(good | {"model.layers.2.mlp.up_proj.weight": torch.zeros(2)})
     expect_error(tmp_path, pg, "model.layers.2.mlp.up_proj.weight", "no place")
     write(good | {"model.layers.0.mlp.up_proj.weight": torch.zeros(55, 42)})
-    expect_error(tmp_path, pg, "model.layers.0.mlp.up_proj.weight [55, 42]", "[112, 42]")
+    expect_error(tmp_path, pg, "model.layers.0.mlp.up_proj.weight is [55, 42]", "[56, 72]")
+    sizes = {f"model.layers.0.mlp.{n}_proj.weight": torch.zeros(s, 72) for n, s in UNEVEN}
+    write(good | sizes)  # together as large as they should be
+    expect_error(tmp_path, pg, "model.layers.0.mlp.gate_proj.weight is [57, 72]", "[56, 72]")
     write(good | {name: torch.zeros(35)})
-    expect_error(tmp_path, pg, f"{name} [35]", "decoder.layers.1.self_attention.linear_qkv.bias")
+    expect_error(tmp_path, pg, f"{name} is [35]", "[24]")
     write(good | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
     ours(tmp_path, pg)
 
@@ -255,9 +307,11 @@ def test_damaged_files_are_named(
         ({"architectures": None}, "supported: LlamaForCausalLM"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": -1}, "head_dim"),
+        ({"num_key_value_heads": 4}, "divisor of num_attention_heads=6"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"hidden_size": "42"}, "hidden_size: expected a positive integer"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "default, linear, llama3"),
+        ({"hidden_size": "42"}, "hidden_size='42': expected a positive integer"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "dynamic, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
     ],

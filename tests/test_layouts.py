@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layout_runs import Trajectory, reduced_sketches, train, train_watching_reductions
+from layout_runs import (
+    Trajectory,
+    load_each,
+    reduced_sketches,
+    train,
+    train_and_save,
+    train_watching_reductions,
+)
+from megatron.core import dist_checkpointing
+from ranks import Ranks
 from reference import Reference, config_for, make_batches, make_checkpoint
 
 from megatron_logra.model.gpt import transformer_config
@@ -42,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", True, vocabulary=132, layers=4)
+    make_checkpoint(path, "qwen3", True, layers=4)  # a vocabulary of 131: padded under TP
     return path
 
 
@@ -69,8 +79,15 @@ def assert_same(run: Trajectory, reference: Trajectory, tolerance: float = 1e-5)
             assert mine["kl_realised"] == pytest.approx(theirs["kl_realised"], rel=1e-2)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+EVERYWHERE = ("frozen", "adam")
+MIXED = ("tp2-sequence", "pp2-interleaved", "tp2-dp2", "cp2-tp2")
+"""Layouts of each kind of parallelism, for the variants that say little new about a layout."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [(x, y) for y in VARIANTS for x in LAYOUTS if y in EVERYWHERE or x in MIXED],
+)
 def test_every_layout_gives_the_same_trajectory(layout, variant, ranks, directory, references):
     size, parallel = LAYOUTS[layout]
     sections = {**VARIANTS[variant], "parallel": parallel}
@@ -201,30 +218,79 @@ def _train_poisoned(directory: Path, sections: dict[str, Any]) -> Trajectory:
     return train(directory, sections, 3, poison=1)
 
 
-SAVED = ["one", "tp2-sequence", "dp2"]
-RESUMED = {"frozen": FP32, "bf16": {"train": {"precision": "bf16"}}}
+SIX = ["one", "tp2-sequence", "dp2-buckets", "tp2-dp2", "pp2-interleaved", "cp2"]
+SAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2-buckets": (2, {"bucket_size": 2000}),
+    **LAYOUTS,
+}
 
 
-@pytest.mark.parametrize("variant", ["frozen", "non-targets"])
-@pytest.mark.parametrize("saved", SAVED)
-def test_a_checkpoint_continues_under_any_layout(
-    saved, variant, ranks, directory, references, tmp_path
+def save_under_each(ranks: Ranks, directory: Path, sections: dict[str, Any], to: Path) -> None:
+    """Two updates and a checkpoint under each of six layouts, in `to`/LAYOUT."""
+    for name in SIX:
+        size, parallel = SAVED[name]
+        ranks.run(size, train_and_save, directory, {**sections, "parallel": parallel}, to / name)
+
+
+def assert_same_tensors(path: Path, other: Path) -> None:
+    """Every tensor of one checkpoint is bit for bit in the other, and no more."""
+    stored, others = (dict(stored_tensors(p)) for p in (path, other))
+    assert stored.keys() == others.keys() and len(stored) > 10
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+def stored_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors of a checkpoint by their place in it, random states aside."""
+
+    def tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                yield from tensors_in(inner, f"{place}/{key}")
+
+    yield from tensors_in(dist_checkpointing.load_plain_tensors(str(path)), "")
+
+
+@pytest.mark.parametrize("loaded", [*SIX, "dp4-instances"])
+def test_a_checkpoint_of_any_layout_continues_under_any_other(
+    loaded, ranks, directory, saved_in_fp32, references, tmp_path
 ):
-    layouts = {"one": (1, {}), **LAYOUTS}
-    size, parallel = layouts[saved]
-    ranks.run(
-        size, _train_and_save, directory, {**VARIANTS[variant], "parallel": parallel}, tmp_path
-    )
-    for size, parallel in layouts.values():
-        sections = {**VARIANTS[variant], "parallel": parallel}
-        for run in ranks.run(size, _load_and_train, directory, sections, tmp_path):
-            expected = Trajectory(references[variant].steps[2:], references[variant].weights, {})
+    """Weights, row moments and Adam's state are bit-equal, and the next updates the same."""
+    size, parallel = {**SAVED, "dp4-instances": (4, {"optimizer_instances": 2})}[loaded]
+    sections = {**VARIANTS["non-targets"], "parallel": parallel}
+    sources = [saved_in_fp32 / name for name in SIX]
+    reference = references["non-targets"]
+    expected = Trajectory(reference.steps[2:], reference.weights, {})
+    for runs in ranks.run(size, load_each, directory, sections, sources, tmp_path, UPDATES - 2):
+        for run in runs:
             assert_same(run, expected)
+    for name in SIX:
+        path = saved_in_fp32 / name / "iter_0000002"
+        assert_same_tensors(path, tmp_path / name / "iter_0000002")
 
 
-def _train_and_save(directory: Path, sections: dict[str, Any], root: Path) -> None:
-    train(directory, sections, 2, save=root)
+@pytest.fixture(scope="module")
+def saved_in_fp32(ranks, directory, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    save_under_each(ranks, directory, VARIANTS["non-targets"], root)
+    return root
 
 
-def _load_and_train(directory: Path, sections: dict[str, Any], root: Path) -> Trajectory:
-    return train(directory, sections, UPDATES - 2, first=2, load=root / "iter_0000002")
+@pytest.mark.parametrize("master", ["sharded", "replicated"])
+def test_fp32_masters_are_bit_equal_under_any_layout(master, ranks, directory, tmp_path):
+    """Also where the holder of the missing 16 bits is another one than that which saved them."""
+    other = "replicated" if master == "sharded" else "sharded"
+    bf16 = {"train": {"precision": "bf16"}}
+    saved, resaved = tmp_path / "saved", tmp_path / "resaved"
+    size, parallel = SAVED["tp2-dp2"]
+    sections = {**bf16, "optimizer": {"master": master}, "parallel": parallel}
+    ranks.run(size, train_and_save, directory, sections, saved)
+    for name in ("one", "dp2-buckets", "tp2-sequence", "pp2-interleaved"):
+        size, parallel = SAVED[name]
+        sections = {**bf16, "optimizer": {"master": other}, "parallel": parallel}
+        ranks.run(size, load_each, directory, sections, [saved], resaved / name, 0)
+        again = resaved / name / "saved" / "iter_0000002"
+        assert_same_tensors(saved / "iter_0000002", again)

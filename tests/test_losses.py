@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_logra.config import AlgorithmConfig, SamplingConfig
 from megatron_logra.model.gpt import forward_head
+from megatron_logra.model.vocabulary import without_columns
 from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches
 from megatron_logra.rl.losses import (
     GAP_LIMIT,
@@ -216,8 +217,8 @@ def test_padding_columns_of_the_vocabulary_have_no_probability(
 ) -> None:
     batch = one_batch(random_samples(generator, 6))
     padded, hidden = Readout(generator, VOCABULARY + 5), random_hidden(generator, batch)
-    head = logprobs_head(batch, 0.8, 16, pg.tp, vocab_size=VOCABULARY)
-    logprobs, entropy = head(hidden, padded)
+    head = logprobs_head(batch, 0.8, 16, pg.tp)
+    logprobs, entropy = head(hidden, lambda h: without_columns(padded(h), VOCABULARY))
     weight = padded.weight[:, :VOCABULARY]
     expected = reference_logprobs(batch, hidden.detach().double(), weight, 0.8)
     for result, reference in zip((logprobs, entropy), expected, strict=True):

@@ -232,7 +232,10 @@ def test_bf16_models_are_bf16_throughout(
         ({"kv_channels": 1.5}, "model.spec.kv_channels: "),
         ({"rotary_base": "big"}, "model.spec.rotary_base: "),
         ({"normalization": "Batch"}, "model.spec.normalization: "),
-        ({"activation_func": "tanh"}, "model.spec.activation_func: expected silu, gelu, relu"),
+        (
+            {"activation_func": "tanh"},
+            "model.spec.activation_func: expected silu, gelu, gelu_tanh, relu",
+        ),
         ({"bf16": True}, "model.spec.bf16: set it by train.precision instead"),
         ({"num_moe_experts": 4}, "model.spec.num_moe_experts: not supported"),
         ({"max_sequence_length": 32}, "train.seq_length=64: the model"),

@@ -104,7 +104,7 @@ def _parse(
     monkeypatch.setattr(cli, "require_trainable", stop)
     for function in (
         *("rl.evaluate.run", "rl.evaluate.generate"),
-        *("report.write_report", "planner.report.run"),
+        *("report.write_report", "planner.report.run", "convert.from_hf", "convert.to_hf"),
     ):
         monkeypatch.setattr(f"megatron_logra.{function}", stop)
     monkeypatch.setattr("megatron_logra.doctor.run", stop)

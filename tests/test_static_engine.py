@@ -31,6 +31,16 @@ from megatron_logra.rollout.attention import _DecodingCore
 from megatron_logra.rollout.static_engine import Response, StaticEngine
 
 VOCABULARY = 131
+GEMMA3: dict[str, Any] = {
+    "window_size": (5, 0),
+    "window_attn_skip_freq": [1, 0],
+    "rotary_base_local": 100.0,
+    "post_layernorms": True,
+    "scale_embeddings": True,
+    "layernorm_zero_centered_gamma": True,
+    "activation_func": "gelu_tanh",
+    "softmax_scale": 0.2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped_queries": {},
     "plain_heads": {"num_query_groups": 6, "qk_layernorm": False},
@@ -38,6 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (5, 0)},
     "interleaved_rotary": {"rotary_interleaved": True, "rotary_percent": 0.5},
     "attention_sink": {"softmax_type": "off-by-one"},
+    "layer_without_rotation": {"no_rope_freq": [1, 0]},
+    "yarn": {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 16},
+    "gemma3": GEMMA3,
 }
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=12)
 

@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", True, vocabulary=132, layers=2)
+    make_checkpoint(path, "qwen3", True)
     return path
 
 

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_logra.config import ModelConfig
 from megatron_logra.errors import UserError
 from megatron_logra.model import smollm2
-from megatron_logra.model.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer
+from megatron_logra.model.tokenizer import (
+    BytesTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+)
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -115,6 +121,64 @@ def test_what_cannot_be_a_tokenizer_is_refused(directory: Path, tmp_path: Path) 
     (directory / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
         HuggingFaceTokenizer(directory).encode_chat(CHAT)
+
+
+@pytest.fixture
+def sentencepiece(tmp_path: Path) -> Path:
+    """A small sentencepiece model with byte fallback and a chat template."""
+    path = tmp_path / "small.model"
+    with path.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["the answer is the answer of the question"] * 30),
+            model_writer=file,
+            vocab_size=300,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            hard_vocab_limit=False,
+            control_symbols=["<turn>"],
+            minloglevel=2,
+        )
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}"
+        "{{ eos_token }}{% endfor %}<turn>model{{ '\n' }}"
+    )
+    return path
+
+
+def test_sentencepiece_models_are_used_as_they_are(sentencepiece: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig(hf="none", tokenizer=str(sentencepiece)), 300)
+    original = SentencePieceProcessor(model_file=str(sentencepiece))
+    text = "the question " + some_text(50)
+    ids = tokenizer.encode(text)
+    assert ids == original.encode(text)
+    assert tokenizer.decode([1, *ids, 2]) == original.decode(ids)
+    assert tokenizer.vocab_size == original.get_piece_size()
+    assert (tokenizer.eos_id, tokenizer.stop_ids, tokenizer.pad_id) == (2, {2}, 2)
+    (sentencepiece.parent / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert load_tokenizer(ModelConfig(hf="none", tokenizer=str(sentencepiece))).stop_ids == {2, 3}
+
+
+def test_sentencepiece_chats_have_control_pieces_as_ids(sentencepiece: Path) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece)
+    ids = tokenizer.encode_chat(CHAT)
+    original = SentencePieceProcessor(model_file=str(sentencepiece))
+    turn = original.piece_to_id("<turn>")
+    assert ids[:2] == [1, turn] and ids.count(turn) == 3 and ids.count(2) == 2
+    assert tokenizer.decode(ids) == "system\nBe brief.user\n12 + 30 = ?model\n"
+    assert tokenizer.decode(tokenizer.encode("<turn>")) == "<turn>"  # a user's text has none
+    (sentencepiece.parent / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"chat_template\.jinja: missing"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_a_directory_with_nothing_but_a_sentencepiece_model_will_do(sentencepiece: Path) -> None:
+    sentencepiece.rename(sentencepiece.parent / "tokenizer.model")
+    tokenizer = load_tokenizer(ModelConfig(hf=str(sentencepiece.parent)))
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    (sentencepiece.parent / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(UserError, match=r"tokenizer\.model: no usable sentencepiece model"):
+        load_tokenizer(ModelConfig(hf=str(sentencepiece.parent)))
 
 
 def write_gguf(path: Path, model: torch.nn.Module, config: transformers.LlamaConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -34,3 +35,11 @@ class Letters:
         if self.reward == "equal":
             return 0.25
         return sum(character < "@" for character in text) / max(len(text), 1)
+
+
+class Delayed(Letters):
+    """Scores like `Letters`, after a random while."""
+
+    def score(self, problem: dict[str, Any], text: str) -> Any:
+        time.sleep(random.random() * 0.01)
+        return super().score(problem, text)

@@ -4,6 +4,9 @@ Both programs run in this one process on the same weights and batches, step for 
 that whatever else the machine does meets both. Dense is Megatron's DDP and DistributedOptimizer.
 
     python tools/bench_step.py [--json FILE] [--hidden 768 --layers 7 --rank 64 --threads 2 …]
+    python -m torch.distributed.run --nproc-per-node 2 tools/bench_step.py [--tensor 2 …]
+
+Ranks that are not needed for `--tensor` share the data; each then has as many micro-batches as one.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from megatron_logra import platform
 platform.install()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 
 from megatron_logra import distributed, memory, planner  # noqa: E402
-from megatron_logra.config import Config, ParallelConfig, config_from_dict  # noqa: E402
+from megatron_logra.config import Config, config_from_dict  # noqa: E402
 from megatron_logra.model.gpt import build_model, forward_head, transformer_config  # noqa: E402
 from megatron_logra.optimizer.learner import Learner  # noqa: E402
 from megatron_logra.optimizer.predicted_kl import ProbeBatch  # noqa: E402
@@ -48,8 +52,9 @@ def configuration(args: argparse.Namespace, kind: str) -> Config:
                 },
                 "tokenizer": "bytes",
             },
-            "optimizer": {"kind": kind},
+            "optimizer": {"kind": kind, "master": args.master},
             "sketch": {"rank": args.rank},
+            "parallel": {"tensor": args.tensor, "sequence": args.sequence_parallel},
             "step_control": {"mode": args.mode, "realised_kl_interval": 0},
             "train": {
                 "precision": args.precision,
@@ -81,10 +86,9 @@ class Program:
             started = time.perf_counter()
 
             def head(hidden: torch.Tensor, logits_fn: Any) -> torch.Tensor:
-                logits = logits_fn(hidden[:-1]).transpose(0, 1).flatten(0, 1)
-                return torch.nn.functional.cross_entropy(
-                    logits.float(), tokens[:, 1:].flatten(), reduction="sum"
-                )
+                logits, targets = logits_fn(hidden[:-1]).float(), tokens[:, 1:].t().contiguous()
+                group = self.learner.pg.tp
+                return vocab_parallel_cross_entropy(logits, targets, 0.0, group).sum()
 
             loss = forward_head(model, tokens, positions, head)
             forward_seconds += time.perf_counter() - started
@@ -161,16 +165,19 @@ def main() -> None:
     parser.add_argument("--probe", type=int, default=1, help="responses of the KL probe")
     parser.add_argument("--mode", choices=("kl_budget", "lr"), default="lr")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--master", choices=("sharded", "replicated"), default="replicated")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    pg = distributed.initialize(ParallelConfig(), seed=0)
+    pg = distributed.initialize(configuration(args, "logra").parallel, seed=0)
     programs = {
         name: Program(args, kind, pg) for name, kind in (("dense", "adam"), ("logra", "logra"))
     }
     parameters = sum(p.numel() for p in programs["dense"].learner.chunks[0].parameters())
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(pg.dp.rank())
     shape = (args.batch, args.sequence)
     for number in range(args.steps + 1):
         batches = [
@@ -184,6 +191,7 @@ def main() -> None:
                 program.times = {phase: [] for phase in PHASES}
     dense, logra = programs["dense"].medians(), programs["logra"].medians()
     sizes = {name: program.learner.memory_bytes() for name, program in programs.items()}
+    sent = {name: sum(p.learner.comm_bytes().values()) for name, p in programs.items()}
     state = {
         n: s["gradients"] + s["optimizer"] + s["sketches"] + s["projections"]
         for n, s in sizes.items()
@@ -195,8 +203,9 @@ def main() -> None:
         "mode": args.mode,
         "threads": args.threads,
         "tokens_per_step": args.batch * args.sequence * args.micro_batches,
-        "dense": dense | {"bytes": sizes["dense"]},
-        "logra": logra | {"bytes": sizes["logra"]},
+        "ranks": {"tensor": pg.tp.size(), "data": pg.dp.size()},
+        "dense": dense | {"bytes": sizes["dense"], "comm": sent["dense"]},
+        "logra": logra | {"bytes": sizes["logra"], "comm": sent["logra"]},
         "ratio": logra["step"] / dense["step"],
         "floor": floor(programs["logra"].cfg),
         "gradient_and_optimizer_bytes_saved": 1 - state["logra"] / state["dense"],
@@ -204,7 +213,10 @@ def main() -> None:
         "peak_bytes": memory.peak_bytes(),
     }
     figures["draw_share_of_step"] = figures["draw_seconds"] / logra["step"]
+    first = distributed.rank() == 0
     distributed.shutdown()
+    if not first:
+        return
     print_table(figures)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -228,6 +240,12 @@ def print_table(figures: dict[str, Any]) -> None:
     for kind in (*memory.KINDS, "static"):
         a, b = dense["bytes"][kind], logra["bytes"][kind]
         print(f"{kind:12}{a / 2**20:>8.1f}Mi{b / 2**20:>8.1f}Mi")
+    ranks, sent, dense_sent = figures["ranks"], logra["comm"], dense["comm"]
+    if dense_sent:
+        print(
+            f"sent over {ranks['data']} data-parallel ranks a step: {sent / 2**20:.1f} MiB, "
+            f"{100 * sent / dense_sent:.1f} % of dense's {dense_sent / 2**20:.1f} MiB"
+        )
     print(
         "gradients, moments, sketches and projections: "
         f"{100 * figures['gradient_and_optimizer_bytes_saved']:.1f} % fewer bytes than dense"

@@ -19,4 +19,5 @@ export OMP_WAIT_POLICY=passive
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest -m "$marks" "$@"
+# Two files at a time: much of a test of several ranks is waiting.
+exec "$python" -m pytest -n 2 --dist loadfile -m "$marks" "$@"

@@ -58,6 +58,15 @@ class ContextParallelAttention(DotProductAttention):
         both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
         length = both.shape[0]
         there = torch.cat([_positions(length, rank, group.size()) for rank in range(group.size())])
-        mask = (there > own_positions(length, group)[:, None]).to(query.device)
+        here = own_positions(length, group)[:, None]
+        softmax = self.scale_mask_softmax
+        window = softmax.window_size
+        mask = there > here
+        if window is not None:
+            mask |= there < here - window[0]
         keys, values = both[..., :channels].contiguous(), both[..., channels:].contiguous()
-        return super().forward(query, keys, values, mask[None, None])
+        softmax.window_size = None  # it would make a mask of its own, for positions in order
+        try:
+            return super().forward(query, keys, values, mask[None, None].to(query.device))
+        finally:
+            softmax.window_size = window

@@ -20,18 +20,26 @@ from torch import Tensor, nn
 from megatron_logra import platform
 from megatron_logra.config import Config
 from megatron_logra.errors import UserError
-from megatron_logra.model import huggingface
+from megatron_logra.model import gemma3, huggingface
 from megatron_logra.model.parameters import initialise
 from megatron_logra.model.specs import Implementation, block_spec, choose_implementation
+from megatron_logra.model.vocabulary import hide_padding, padded_size
 
 LogitsFn = Callable[[Tensor], Tensor]
 """Hidden states [n, 1, h] or [s, b, h] → logits [n, 1, vocab/tp] or [s, b, vocab/tp]."""
 Head = Callable[[Tensor, LogitsFn], Any]
 """Called on the last stage with the final hidden states [s, b, h] and the way to their logits."""
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
+    "gelu_tanh": gelu_tanh,
     "relu": nn.functional.relu,
 }
 """Values of `activation_func`."""
@@ -72,7 +80,6 @@ UNSUPPORTED = (
     "attention_output_gate",
     "experimental_attention_variant",
     "linear_attention_freq",
-    "no_rope_freq",
     "heterogeneous_block_specs",
     "is_hybrid_model",
     "fused_residual_rmsnorm",
@@ -89,6 +96,7 @@ class GPTArguments:
     """What GPTModel needs beyond Megatron's TransformerConfig; field names as in Megatron."""
 
     vocab_size: int
+    """Rows of the embedding, without padding."""
     max_sequence_length: int
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -97,6 +105,26 @@ class GPTArguments:
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
     """Linear scaling: positions are divided by it."""
+    yarn_rotary_scaling_factor: float | None = None
+    """YaRN: factor s by which the low frequencies are divided; None is no YaRN."""
+    yarn_original_max_position_embeddings: int | None = None
+    """YaRN: sequence length of the training before."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: frequencies of more rotations over that length are kept."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: frequencies of fewer are divided by s."""
+    yarn_mscale: float | None = None
+    """YaRN: m of the factor (0.1 m ln s + 1)/(0.1 m' ln s + 1) on queries and keys."""
+    yarn_mscale_all_dim: float | None = None
+    """YaRN: m'; with both None the factor is 0.1 ln s + 1."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: whether the bounds between frequencies are rounded outwards."""
+    rotary_base_local: float | None = None
+    """Rotary base of the layers with a sliding window, which no scaling reaches (Gemma 3)."""
+    post_layernorms: bool | None = None
+    """Norms after attention and MLP, too, before their outputs are added (Gemma 3)."""
+    scale_embeddings: bool | None = None
+    """Embeddings are multiplied by √hidden_size, rounded to their type (Gemma 3)."""
     share_embeddings_and_output_weights: bool = False
     seed: int = 0
     """Seed of the random weights (train.seed)."""
@@ -113,11 +141,6 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
     else:
         source, given = "model.spec", dict(cfg.model.spec or {})
     fields = _split(source, given)
-    if given["vocab_size"] % cfg.parallel.tensor:
-        raise UserError(
-            f"{source}.vocab_size={given['vocab_size']}: expected a multiple of "
-            f"parallel.tensor={cfg.parallel.tensor}, over which the vocabulary is divided"
-        )
     arguments = _gpt_arguments(source, given, cfg)
     precision = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
     fields |= {
@@ -156,23 +179,20 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
             f"parallel.{name}: {chunks} does not divide the model's "
             f"num_layers={fields['num_layers']}"
         )
-    if (
-        cfg.parallel.context > 1
-        and fields.get("window_size") is not None
-        and (fields["transformer_impl"] == "local")
-    ):
-        raise UserError(
-            f"parallel.context={cfg.parallel.context}: local layers have no sliding window over "
-            "context-parallel ranks; expected 1, or Transformer Engine"
-        )
     if cfg.train.recompute != "none":
         fields["recompute_granularity"] = cfg.train.recompute
     if cfg.train.recompute == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**fields), arguments
+        config = TransformerConfig(**fields)
     except (ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
+    if arguments.yarn_rotary_scaling_factor is not None:
+        # Megatron's dense layers look for these on the configuration, which has no such fields.
+        for name, value in dataclasses.asdict(arguments).items():
+            if name.startswith("yarn_"):
+                setattr(config, name, value)
+    return config, arguments
 
 
 def build_chunks(
@@ -208,14 +228,14 @@ def build_model(
     last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
     model = GPTModel(
         config,
-        block_spec(config, chosen, stage, vp_stage),
-        vocab_size=arguments.vocab_size,
+        block_spec(config, chosen, stage, vp_stage, gemma3=gemma3.wanted(arguments)),
+        vocab_size=padded_size(arguments.vocab_size, pg.tp.size()),
         max_sequence_length=arguments.max_sequence_length,
         pre_process=stage == 0 and not vp_stage,
         post_process=stage == stages - 1 and (vp_stage or 0) == last_chunk,
         vp_stage=vp_stage,
         share_embeddings_and_output_weights=arguments.share_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if arguments.yarn_rotary_scaling_factor is None else "yarn",
         rotary_percent=arguments.rotary_percent,
         rotary_base=arguments.rotary_base,
         rope_scaling=arguments.rope_scaling,
@@ -223,6 +243,8 @@ def build_model(
         seq_len_interpolation_factor=arguments.seq_len_interpolation_factor,
         pg_collection=pg,
     )
+    gemma3.complete(model, arguments)
+    hide_padding(model, arguments.vocab_size)
     initialise(model, arguments.seed)
     if model.pre_process and config.recompute_granularity == "full":
         model.embedding.register_forward_hook(_require_gradient)

@@ -33,10 +33,11 @@ def whole_name(model: GPTModel, name: str) -> str:
 
 
 def whole_shape(parameter: torch.nn.Parameter, tp_size: int) -> tuple[int, ...]:
-    """Shape of the tensor of which `parameter` is one tensor-parallel rank's part."""
+    """Shape of the tensor of which `parameter` is one rank's part, without padded vocabulary."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= tp_size  # type: ignore[attr-defined]
+    shape[0] = getattr(parameter, "unpadded_rows", shape[0])
     return tuple(shape)
 
 
@@ -44,10 +45,13 @@ def local_part(whole: Tensor, parameter: torch.nn.Parameter, tp_rank: int, tp_si
     """The part of `whole` that belongs into `parameter`.
 
     A gated linear_fc1 has its gate rows first and its up rows after them; each rank holds a part of
-    both (Megatron's partition_stride of 2).
+    both (Megatron's partition_stride of 2). A vocabulary's padding is zeros.
     """
     if tp_size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
+    if hasattr(parameter, "unpadded_rows"):
+        padding = parameter.shape[0] * tp_size - whole.shape[0]
+        whole = torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])])
     dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
     pieces = whole.chunk(stride * tp_size, dim)
     return torch.cat(pieces[tp_rank::tp_size], dim)

@@ -32,7 +32,19 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_logra.errors import UserError
 from megatron_logra.model.context_parallel import ContextParallelAttention
+from megatron_logra.model.gemma3 import (
+    Gemma3Attention,
+    Gemma3AttentionSubmodules,
+    Gemma3MLP,
+    Gemma3MLPSubmodules,
+)
 from megatron_logra.model.norm import Norm
+
+CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Checkpoints store these norms of a layer under the names that Megatron's fused layers use."""
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -58,38 +70,42 @@ def block_spec(
     implementation: Implementation,
     pp_rank: int,
     vp_stage: int | None = None,
+    *,
+    gemma3: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of a pipeline stage (or one of its chunks) and the final norm of a dense GPT."""
-    norm, column, row, attention = _modules(implementation)
+    """The layers of a pipeline stage (or one of its chunks) and the final norm of a dense GPT.
+
+    Args:
+        gemma3: with Gemma 3's attention and MLP.
+    """
+    norm, column, row, core = _modules(implementation)
     if config.context_parallel_size > 1 and implementation == "local":
-        attention = ContextParallelAttention
+        core = ContextParallelAttention
     head_norm = norm if config.qk_layernorm else IdentityOp
+    linears = {"linear_qkv": column, "linear_proj": row}
+    head = {"core_attention": core, "q_layernorm": head_norm, "k_layernorm": head_norm}
+    attention: type[SelfAttention] = SelfAttention
+    mlp: type[MLP] = MLP
+    attention_parts: SelfAttentionSubmodules = SelfAttentionSubmodules(**linears, **head)
+    mlp_parts: MLPSubmodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    if gemma3:
+        attention, mlp = Gemma3Attention, Gemma3MLP
+        attention_parts = Gemma3AttentionSubmodules(**linears, **head, post_layernorm=norm)
+        mlp_parts = Gemma3MLPSubmodules(linear_fc1=column, linear_fc2=row, post_layernorm=norm)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=attention,
                 params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=attention,
-                    linear_proj=row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
+                submodules=attention_parts,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=partial(
-                MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
-            ),
+            mlp=partial(mlp.as_mlp_submodule, submodules=mlp_parts),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints store the norms under the names that Megatron's fused layers use.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=CHECKPOINT_NAMES,
         ),
     )
     layers = get_num_layers_to_build(config, vp_stage, pp_rank)

@@ -60,6 +60,10 @@ class StepResult:
     """α."""
     kl_realised: float | None = None
     """Measured KL of the step taken, where it was measured."""
+    kl_ratio: float | None = None
+    """Realised over predicted KL of the step taken."""
+    kl_correction: float | None = None
+    """c, by which `step_control.adaptive` multiplied the prediction."""
     update_ratio: float | None = None
     """‖ΔW‖/‖W‖ over the targets."""
     sketch_norm: float | None = None
@@ -71,6 +75,8 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     """Time of `reduce` (at the end of the backward passes), `probe` (predicting and measuring the
     KL) and `apply`."""
+    notes: tuple[str, ...] = ()
+    """What should be said to people: which estimator is in use, predictions that are off."""
 
 
 class Learner:
@@ -133,6 +139,8 @@ class Learner:
                 else 1.0,
                 chunk=cfg.algorithm.logprob_chunk,
                 rows=cfg.train.micro_batch_size,
+                max_tokens=cfg.step_control.probe_max_tokens,
+                estimator=cfg.step_control.estimator,
                 pg=pg,
             )
             self._sketch_ddps = [
@@ -253,7 +261,12 @@ class Learner:
         Returns:
             What happened. If it was not applied, weights, moments, counters, schedules and
             projections are as they were before.
+
+        Raises:
+            ValueError: no position of the probe carries loss; nothing has changed.
         """
+        if probe is not None:
+            probe.require_tokens()
         begun = time.perf_counter()
         lr = self._lr()
         # Each rank sees what it has reduced: its own share of the gradients.
@@ -262,12 +275,13 @@ class Learner:
         before = self.control.state_dict()
         if mismatch is not None and math.isfinite(mismatch):
             self.control.observe_mismatch(mismatch)
-        old_hidden = None
+        old_policy = None
+        chosen = self.predictor.estimator if self.predictor is not None else "auto"
         if self.sketch is not None:
             self.sketch.probe = probe
             if self._measures_realised() and probe is not None:
                 assert self.predictor is not None
-                old_hidden = self.predictor.hidden(probe)
+                old_policy = self.predictor.remember(probe)
         started = time.perf_counter()
         applied, grad_norm, _ = self.optimizer.step()
         taken = time.perf_counter() - started
@@ -275,22 +289,32 @@ class Learner:
         self._count_gathers(applied, report)
         if not applied:
             self.control.load_state_dict(before)
-        realised = None
+        realised = ratio = None
+        notes = []
+        if self.predictor is not None and self.predictor.estimator != chosen:
+            notes.append(f"KL predicted by {self.predictor.estimator}: {self.predictor.reason}")
+        scaled = None
+        if report.kl_predicted is not None and report.alpha is not None:
+            scaled = report.alpha**2 * report.kl_predicted
+        correction = self.control.correction if self.cfg.step_control.adaptive else None
         if applied:
             self.update += 1
             for scheduler in self.schedulers:
                 scheduler.step(1)
-            if old_hidden is not None and probe is not None and self.predictor is not None:
-                realised = self.predictor.realised(probe, old_hidden)
+            if report.kl_predicted is not None:
+                self.control.observe_prediction(report.kl_predicted)
+            if old_policy is not None and probe is not None and self.predictor is not None:
+                realised = self.predictor.realised(probe, old_policy)
+                if scaled is not None and scaled > 0:
+                    ratio = realised / scaled
+                    warning = self.control.observe_realised(scaled, realised)
+                    notes += [warning] if warning is not None else []
         measuring = time.perf_counter() - begun - taken
         seconds = {
             "reduce": self._reduce_seconds,
             "probe": report.probe_seconds + measuring,
             "apply": taken - report.probe_seconds,
         }
-        scaled = None
-        if report.kl_predicted is not None and report.alpha is not None:
-            scaled = report.alpha**2 * report.kl_predicted
         return StepResult(
             applied=applied,
             reason=None if applied else report.failure or "the optimizer did not step",
@@ -299,11 +323,14 @@ class Learner:
             kl_budget=report.kl_budget,
             alpha=report.alpha,
             kl_realised=realised,
+            kl_ratio=ratio,
+            kl_correction=correction,
             update_ratio=report.update_ratio,
             sketch_norm=report.sketch_norm,
             grad_norm=float(grad_norm) if grad_norm is not None and self._clips else None,
             lr=lr,
             seconds=seconds,
+            notes=tuple(notes),
         )
 
     @property
@@ -312,9 +339,8 @@ class Learner:
         return self.adam is not None or self.cfg.step_control.mode == "lr"
 
     def _measures_realised(self) -> bool:
-        """Every so many updates, and only while the output layer stays what it is."""
         interval = self.cfg.step_control.realised_kl_interval
-        return interval > 0 and self.update % interval == 0 and self.adam is None
+        return interval > 0 and self.update % interval == 0
 
     def _lr(self) -> float | None:
         if not self.schedulers:
@@ -400,9 +426,7 @@ def _wrap(
 ) -> DistributedDataParallel:
     parameters = [p for p in model.parameters() if p.requires_grad]
     bucket_size = data_parallel.bucket_size(ddp_config, pg.pp.rank())
-    layout = DistributedOptimizer.compute_full_param_layout(
-        parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config
-    )
+    layout = data_parallel.dense_layout(parameters, bucket_size, pg.intra_dp_cp.size(), ddp_config)
     return DistributedDataParallel(
         tconfig, ddp_config, model, pg_collection=pg, full_param_layout=layout
     )

@@ -1,28 +1,56 @@
 """Predicted and realised KL of a step on a few probe responses (method, section 4).
 
-The prediction is one forward-mode pass: with ż the derivative of the logits along the whole
-proposed update, KL(p_θ ‖ p_θ+Δ) ≈ ½ Var_p(ż/T), averaged over the probe's generated positions. It
-reads weights and proxies and writes nothing.
+With ż the derivative of the logits along the whole proposed update, KL(p_θ ‖ p_θ+Δ) ≈ ½ Var_p(ż/T),
+averaged over the probe's generated positions. There are two ways to ż; neither writes a weight:
+
+- `forward_ad`: one forward-mode pass, by the rules of `optimizer.forward_ad`. Where the model's own
+  layers have no rules and are Transformer Engine's, through a twin of local layers (`model.twin`).
+- `finite_difference`: two passes with the low-rank update as a side path of length ±ε in every
+  target. The last hidden states' half difference s is ε times their derivative up to O(ε³), and the
+  output layer is differentiated exactly, so that no small difference of rounded logits is taken.
+  Then ½ Var_p of s is the KL at ε, and the KL at 1 is 1/ε² of it. In bf16 rounding adds to it what
+  does not shrink with ε. A third pass at ε = 0 measures that: the half second difference
+  c = (h₊ + h₋)/2 - h₀ holds three times the noise of s, so a third of its ½ Var_p is taken off
+  (with c's own O(ε⁴)). ε is chosen such that the KL at ε is near `AIM`, far above rounding noise
+  and far below where the O(ε²) error counts. It starts from the KL that is expected, and is
+  corrected if that was far off.
+
+The prediction is of the targets' update alone: where non-targets are trained by Adam, their part of
+the step is in the realised KL only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from torch import distributed as dist
 
+from megatron_logra import distributed
 from megatron_logra.distributed import all_reduce
+from megatron_logra.errors import UserError
 from megatron_logra.model.context_parallel import own_share
 from megatron_logra.model.gpt import Head, LogitsFn, forward_head
 from megatron_logra.model.stages import through_stages
+from megatron_logra.model.twin import is_transformer_engine, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
+
+AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+"""KL at which finite differences are taken, nats per token, by the activations' type."""
+BAND = 3.0
+"""Factor by which the KL at ε may miss `AIM` without another try."""
+TRIES = 6
+"""Most lengths ε that are tried."""
+
+Estimator = Literal["auto", "forward_ad", "finite_difference"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,22 @@ class ProbeBatch:
     mask: torch.Tensor
     """[b, s] bool: positions whose next token was generated."""
 
+    def require_tokens(self) -> None:
+        """Raise `ValueError` if no position carries loss."""
+        if not bool(self.mask.any()):
+            raise ValueError("the probe has no generated token: no position to measure the KL at")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a policy's distributions on a probe can be made from once the weights have changed."""
+
+    hidden: torch.Tensor
+    """The last hidden states at this rank's generated positions of the probe, [n, 1, h]; empty on
+    pipeline stages that are not the last."""
+    output_weight: torch.Tensor | None
+    """A copy of the output layer's weight, if it is trained."""
+
 
 class PredictedKL:
     """Measures steps of one model on probes.
@@ -46,10 +90,11 @@ class PredictedKL:
         temperature: softmax temperature T of the policy.
         chunk: positions whose logits exist at once.
         rows: responses in one forward pass.
+        max_tokens: positions in one forward pass, unless a single response has more.
+        estimator: how to predict; `auto` takes forward mode where every function has a rule.
         pg: process groups. Data-parallel ranks share the responses, context-parallel ranks their
-            positions; tensor-parallel ranks share
-            the vocabulary, of which only sums per position cross; pipeline stages pass hidden
-            states and their tangents on.
+            positions; tensor-parallel ranks share the vocabulary, of which only sums per position
+            cross; pipeline stages pass hidden states and their tangents on.
     """
 
     def __init__(
@@ -60,55 +105,186 @@ class PredictedKL:
         temperature: float,
         chunk: int,
         rows: int,
+        max_tokens: int,
+        estimator: Estimator,
         pg: ProcessGroupCollection,
     ) -> None:
-        rules.install()
         self.chunks = chunks
         self.capture = capture
         self.temperature = temperature
         self.chunk = chunk
         self.rows = rows
+        self.max_tokens = max_tokens
+        self.wanted = estimator
+        self.estimator: Estimator = "auto"
+        """The one in use; `auto` until the first prediction has decided."""
+        self.reason = ""
+        """Why it is in use."""
         self.pg = pg
+        self._twins: list[torch.nn.Module] = []
 
     @torch.no_grad()
-    def predict(self, probe: ProbeBatch) -> float:
+    def predict(self, probe: ProbeBatch, expected: float) -> float:
         """Predicted KL, nats per token, of the step W ← W - D A with D in the proxies.
+
+        Args:
+            probe: where to predict it.
+            expected: what it will be, roughly; finite differences begin there.
 
         Raises:
             ValueError: the probe has no generated position.
+            UserError: forward mode is asked for, and a function has no rule.
         """
-        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
+        probe.require_tokens()
+        if self.estimator == "auto":
+            self._choose_estimator(probe)
+        if self.estimator == "forward_ad":
+            return self._by_forward_mode(probe)
+        return self._by_differences(probe, expected)
+
+    def _by_forward_mode(self, probe: ProbeBatch) -> float:
+        total = self._nothing(probe)
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                found = torch.zeros((), dtype=torch.float64, device=hidden.device)
-                for positions in _select(hidden, mask).split(self.chunk):
-                    dual = forward_ad.unpack_dual(logits_fn(positions))
-                    if dual.tangent is not None:
-                        found += self._half_variance(dual.primal, dual.tangent).sum()
-                return found
+                return self._half_variances(_select(hidden, mask).split(self.chunk), logits_fn)
 
-            with forward_ad.dual_level(), self.capture.tangent():
+            with rules.forward_mode(), self.capture.tangent():
                 found = self._run(part, head, tangents=True)
-            if found is not None:
-                total += found
-        return self._mean(total, probe)
+            total += 0 if found is None else found
+        return self._means(total, probe)[0]
 
-    def _run(self, part: ProbeBatch, head: Head, *, tangents: bool = False) -> Any:
-        """Run responses through the whole model; what `head` returns, None off the last stage."""
-        with self._probing():
-            return through_stages(
-                self.chunks,
-                self.pg,
-                lambda chunk: forward_head(chunk, part.tokens, part.position_ids, head),
-                (len(part.tokens), part.tokens.shape[1]),
-                tangents=tangents,
+    def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
+        aim = AIM[self.capture.targets[0].weight.dtype]
+        step = math.sqrt(aim / expected)
+        for _ in range(TRIES):
+            moved, noise = self._at(probe, step)
+            if not math.isfinite(moved) or aim / BAND <= moved <= aim * BAND:
+                break
+            # At 0 nothing moves, or what moved was rounded away.
+            step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
+        return (moved - noise) / step**2
+
+    def _at(self, probe: ProbeBatch, step: float) -> tuple[float, float]:
+        """½ Var_p(ε ż/T) by differences over ±ε, and what rounding adds to it, nats per token."""
+        total = torch.zeros(2, dtype=torch.float64, device=probe.tokens.device)
+        noisy = self.capture.targets[0].weight.dtype != torch.float32
+        for part in self._parts(probe):
+            ahead = self._hidden_at(part, step)
+            middle = self._hidden_at(part, 0.0) if noisy else None
+
+            def head(  # type: ignore[no-untyped-def]
+                hidden: torch.Tensor,
+                logits_fn: LogitsFn,
+                mask=part.mask,
+                ahead=ahead,
+                middle=middle,
+            ) -> torch.Tensor:
+                behind = _select(hidden, mask)
+                mean, slope = (ahead + behind) / 2, (ahead - behind) / 2
+                with rules.forward_mode():
+                    if middle is None:
+                        moved = self._moments(mean, slope, logits_fn)
+                        return torch.stack([moved, torch.zeros_like(moved)])
+                    moved = self._moments(middle, slope, logits_fn)
+                    return torch.stack([moved, self._moments(middle, mean - middle, logits_fn) / 3])
+
+            with self.capture.side_path(-step, seed=1):
+                found = self._run(part, head)
+            total += 0 if found is None else found
+        moved, noise = self._means(total, probe)
+        return moved, noise
+
+    def _hidden_at(self, part: ProbeBatch, step: float) -> Any:
+        """The last hidden states at the mask, [n, 1, h], with a side path of length `step`."""
+        with self.capture.side_path(step):
+            return self._run(part, _picker(part))
+
+    def _moments(
+        self, hidden: torch.Tensor, change: torch.Tensor, logits_fn: LogitsFn
+    ) -> torch.Tensor:
+        """Σ ½ Var_p(ż/T) for a change of the last hidden states; both [n, 1, h]."""
+        pieces = zip(hidden.split(self.chunk), change.split(self.chunk), strict=True)
+        duals = (forward_ad.make_dual(*piece) for piece in pieces)
+        return self._half_variances(duals, logits_fn)
+
+    def _half_variances(self, hidden: Iterable[torch.Tensor], logits_fn: LogitsFn) -> torch.Tensor:
+        """Σ ½ Var_p(ż/T) over positions; hidden states [n, 1, h] with tangents, in pieces."""
+        found: torch.Tensor | float = 0.0
+        for piece in hidden:
+            dual = forward_ad.unpack_dual(logits_fn(piece))
+            if dual.tangent is None:
+                raise rules.MissingRule("the output layer loses forward mode's tangent")
+            found = found + self._half_variance(dual.primal, dual.tangent).sum()
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    # --- which estimator --------------------------------------------------------------------
+
+    def _choose_estimator(self, probe: ProbeBatch) -> None:
+        """Settle on an estimator, the same on all ranks, by trying forward mode on a few tokens."""
+        if self.wanted == "finite_difference":
+            self.estimator, self.reason = "finite_difference", "as configured"
+            return
+        lack = self._lack_of_rules(probe)
+        through = ""
+        if lack and any(map(is_transformer_engine, self.chunks)):
+            self._twins = [local_twin(chunk) for chunk in self.chunks]
+            self.capture.follow(self._twins)
+            lack, through = self._lack_of_rules(probe), " through local layers"
+        if not lack:
+            self.estimator, self.reason = "forward_ad", f"every function has a rule{through}"
+        elif self.wanted == "forward_ad":
+            raise UserError(
+                f"step_control.estimator=forward_ad: {lack}; expected auto or finite_difference"
             )
+        else:
+            self.estimator, self.reason = "finite_difference", lack
 
-    def _mean(self, total: torch.Tensor, probe: ProbeBatch) -> float:
-        """The mean over the whole probe's positions, of sums over this rank's responses."""
-        all_reduce(total, self.pg.pp)  # zero everywhere but on the last stage
-        return float(all_reduce(total, self.pg.dp_cp) / probe.mask.sum())
+    def _lack_of_rules(self, probe: ProbeBatch) -> str:
+        """What forward mode lacks in any chunk of any rank; empty if nothing.
+
+        Each chunk runs by itself, so that no pipeline stage waits for one that has found a lack.
+        """
+        tp, cp = self.pg.tp.size(), self.pg.cp.size()
+        count = tp * (2 * cp if cp > 1 else 1)  # what can be divided over the ranks
+        fields = (probe.tokens, probe.position_ids, probe.mask)
+        few = ProbeBatch(*(own_share(field[:1, :count], self.pg.cp) for field in fields))
+
+        def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
+            return self._half_variances([hidden[:1]], logits_fn)
+
+        lack = ""
+        with self._probing():
+            for chunk in self._viewed():
+                try:
+                    self._set_input(chunk, few)
+                    with rules.forward_mode(), self.capture.tangent():
+                        forward_head(chunk, few.tokens, few.position_ids, head)
+                except rules.MissingRule as error:
+                    lack = lack or str(error)
+        return next((found for found in distributed.each(lambda: lack) if found), "")
+
+    def _set_input(self, chunk: torch.nn.Module, part: ProbeBatch) -> None:
+        """Give a later stage's chunk some hidden states [s, 1, h] for these tokens."""
+        (bare,) = unwrap_model([chunk])
+        if bare.pre_process:
+            return
+        positions = part.tokens.shape[1]
+        if bare.config.sequence_parallel:
+            positions //= self.pg.tp.size()
+        weight = self.capture.targets[0].weight
+        bare.set_input_tensor(weight.new_ones(positions, 1, bare.config.hidden_size))
+
+    # --- sums over positions ----------------------------------------------------------------
+
+    def _nothing(self, probe: ProbeBatch) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
+
+    def _means(self, totals: torch.Tensor, probe: ProbeBatch) -> list[float]:
+        """Means over the whole probe's positions, of sums over this rank's responses, [sums]."""
+        all_reduce(totals, self.pg.pp)  # zero everywhere but on the last stage
+        return (all_reduce(totals, self.pg.dp_cp) / probe.mask.sum()).tolist()
 
     def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         """½ Var_p(ż/T) of each position, float64 [n]; logits and tangent [n, 1, vocab/tp]."""
@@ -131,52 +307,67 @@ class PredictedKL:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.pg.tp)
         return largest + all_reduce((own - largest).exp(), self.pg.tp).log()
 
-    @torch.no_grad()
-    def hidden(self, probe: ProbeBatch) -> torch.Tensor:
-        """The last hidden states at the probe's generated positions, [n, 1, h].
-
-        Empty on pipeline stages that are not the last.
-        """
-        parts = []
-        for part in self._parts(probe):
-
-            def head(hidden: torch.Tensor, _: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return _select(hidden, mask)
-
-            found = self._run(part, head)
-            if found is not None:
-                parts.append(found)
-        return torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
+    # --- realised KL ------------------------------------------------------------------------
 
     @torch.no_grad()
-    def realised(self, probe: ProbeBatch, old_hidden: torch.Tensor) -> float:
-        """Exact KL(old ‖ new), nats per token, from hidden states kept before the step.
+    def remember(self, probe: ProbeBatch) -> Policy:
+        """What `realised` needs of the policy as it is now."""
+        found = [self._run(part, _picker(part)) for part in self._parts(probe)]
+        parts = [hidden for hidden in found if hidden is not None]
+        hidden = torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
+        weight = self._output_weight()
+        trained = weight is not None and weight.requires_grad
+        return Policy(hidden, weight.detach().clone() if weight is not None and trained else None)
 
-        The output layer must be the same before and after the step, as it is where non-targets
-        are frozen and it is no target.
-        """
-        total = torch.zeros(1, dtype=torch.float64, device=probe.tokens.device)
+    @torch.no_grad()
+    def realised(self, probe: ProbeBatch, old: Policy) -> float:
+        """Exact KL(old ‖ new), nats per token, from what was kept before the step."""
+        total = self._nothing(probe)
         done = 0
         for part in self._parts(probe):
             count = int(part.mask.sum())
-            old = old_hidden[done : done + count]
+            kept = old.hidden[done : done + count]
             done += count
 
-            def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, old=old):  # type: ignore[no-untyped-def]
+            def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, kept=kept):  # type: ignore[no-untyped-def]
                 found = torch.zeros((), dtype=torch.float64, device=hidden.device)
                 pairs = zip(
-                    old.split(self.chunk), _select(hidden, mask).split(self.chunk), strict=True
+                    kept.split(self.chunk), _select(hidden, mask).split(self.chunk), strict=True
                 )
                 for before, after in pairs:
-                    old_logprobs = self._log_softmax(logits_fn(before))
+                    with self._output_weight_as(old.output_weight):
+                        old_logits = logits_fn(before)
+                    old_logprobs = self._log_softmax(old_logits)
                     new_logprobs = self._log_softmax(logits_fn(after))
                     found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
                 return all_reduce(found.unsqueeze(0), self.pg.tp)
 
-            kl = self._run(part, head)
-            if kl is not None:
-                total += kl
-        return self._mean(total, probe)
+            found = self._run(part, head)
+            total += 0 if found is None else found
+        return self._means(total, probe)[0]
+
+    def _output_weight(self) -> torch.nn.Parameter | None:
+        """The output layer's weight; None on pipeline stages that are not the last."""
+        model: Any = unwrap_model([self.chunks[-1]])[0]
+        if not model.post_process:
+            return None
+        if model.share_embeddings_and_output_weights:
+            return model.shared_embedding_or_output_weight()
+        return model.output_layer.weight
+
+    @contextmanager
+    def _output_weight_as(self, values: torch.Tensor | None) -> Iterator[None]:
+        """Within: the output layer uses other values, if any; none are written."""
+        weight = self._output_weight()
+        if weight is None or values is None:
+            yield
+            return
+        own = weight.data
+        weight.data = values
+        try:
+            yield
+        finally:
+            weight.data = own
 
     def _log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         # In float64: a step's KL of 1e-5 is a difference of numbers of order 1.
@@ -184,28 +375,57 @@ class PredictedKL:
         own = scaled.logsumexp(dim=-1, keepdim=True)
         return scaled - (own if self.pg.tp.size() == 1 else self._log_normaliser(own))
 
+    # --- running the model ------------------------------------------------------------------
+
     def _parts(self, probe: ProbeBatch) -> Iterator[ProbeBatch]:
         """This rank's responses and positions, some responses at a time."""
-        if not bool(probe.mask.any()):
-            raise ValueError("the probe has no generated token")
-        own = range(self.pg.dp.rank(), len(probe.tokens), self.pg.dp.size())
-        for start in range(0, len(own), self.rows):
-            rows = list(own[start : start + self.rows])
-            if bool(probe.mask[rows].any()):
-                fields = (probe.tokens[rows], probe.position_ids[rows], probe.mask[rows])
-                yield ProbeBatch(*(own_share(field, self.pg.cp) for field in fields))
+        probe.require_tokens()
+        own = list(range(self.pg.dp.rank(), len(probe.tokens), self.pg.dp.size()))
+        own = [row for row in own if bool(probe.mask[row].any())]
+        if not own:
+            return
+        length = probe.tokens.shape[1]
+        if self.pg.cp.size() == 1:  # nothing counts that comes after the last generated token
+            last = int(probe.mask[own].any(dim=0).nonzero().max()) + 1
+            multiple = self.pg.tp.size() if self.capture.sequence_parallel else 1
+            length = -(-last // multiple) * multiple
+        rows = max(1, min(self.rows, self.max_tokens // length))
+        for start in range(0, len(own), rows):
+            place = own[start : start + rows], slice(0, length)
+            fields = (probe.tokens[place], probe.position_ids[place], probe.mask[place])
+            yield ProbeBatch(*(own_share(field, self.pg.cp) for field in fields))
+
+    def _run(self, part: ProbeBatch, head: Head, *, tangents: bool = False) -> Any:
+        """Run responses through the whole model; what `head` returns, None off the last stage."""
+        with self._probing():
+            return through_stages(
+                self._viewed(),
+                self.pg,
+                lambda chunk: forward_head(chunk, part.tokens, part.position_ids, head),
+                (len(part.tokens), part.tokens.shape[1]),
+                tangents=tangents,
+            )
+
+    def _viewed(self) -> Sequence[torch.nn.Module]:
+        """The chunks, or their twins."""
+        return self._twins or self.chunks
 
     @contextmanager
     def _probing(self) -> Iterator[None]:
         """Evaluation mode: no dropout, and no recomputation (which has no forward-mode rule)."""
         training = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
+        for chunk in self._viewed():
             chunk.eval()
         try:
             yield
         finally:
-            for chunk, mode in zip(self.chunks, training, strict=True):
+            for chunk, mode in zip(self._viewed(), training, strict=True):
                 chunk.train(mode)
+
+
+def _picker(part: ProbeBatch) -> Head:
+    """A head that returns the hidden states at the mask, [n, 1, h]."""
+    return lambda hidden, _: _select(hidden, part.mask)
 
 
 def _select(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ What is left is here, in the order of a step (method, section 3):
     prepare_grads          S finite? → direction D → update ratio → gather → predicted KL → α
     step_with_ready_grads  commit moments → α·D rounded → W -= (α·D) A → next projections
 
-In mode `kl_budget` everything that may fail happens in `prepare_grads`, which reports a failure as
-Megatron's optimizers report an overflow, before any state has changed. In mode `lr` the direction
-waits for the clipping that Megatron does between the two.
+Unless the mode is `lr`, everything that may fail happens in `prepare_grads`, which reports a
+failure as Megatron's optimizers report an overflow, before any state has changed. In mode `lr` the
+direction waits for the clipping that Megatron does between the two.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         config: Megatron's optimizer configuration; `clip_grad` counts in mode `lr` only.
         sketch_ddps: Megatron's DDP over the `SketchProxies` of each of this rank's model chunks.
         capture: the hooks, targets and projections of the chunks.
-        predictor: measures the predicted KL; unused in mode `lr`.
+        predictor: measures the predicted KL in mode `kl_budget`.
         optimizer: the optimizer section of the configuration.
         sketch: its sketch section.
         control: budget and α.
@@ -283,11 +283,15 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         self.report.direction_gathered = True
 
     def _choose_alpha(self) -> bool:
+        report = self.report
+        if self.control.config.mode == "fixed_ratio":
+            report.alpha = 1.0
+            return True
         started = time.perf_counter()
         if self.probe is None:
             raise RuntimeError("step_control.mode kl_budget: set `probe` before each step")
-        report = self.report
-        report.kl_predicted = self.predictor.predict(self.probe)
+        expected = self.control.expected_kl(self.update)
+        report.kl_predicted = self.predictor.predict(self.probe, expected)
         report.kl_budget = self.control.budget(self.update)
         report.probe_seconds = time.perf_counter() - started
         try:
@@ -326,7 +330,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
         return [self._reconstructed_squares().clamp_min(0).sqrt().float()]
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
-        """Main parameters whose `grad` may be clipped: none in mode `kl_budget`."""
+        """Main parameters whose `grad` may be clipped: none but in mode `lr`."""
         return super().get_parameters() if self._lr_mode else []
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from megatron_logra.model.vocabulary import padded_size
 from megatron_logra.planner.shapes import BYTES, Model, Stage
 
 Use = Literal["sketched", "dense", "frozen"]
@@ -50,7 +51,8 @@ class PassEstimate:
 
     def __init__(self, model: Model, stage: Stage) -> None:
         self.cfg, self.layout, self.config = model.cfg, model.layout, model.config
-        self.vocabulary = model.arguments.vocab_size
+        self.vocabulary = padded_size(model.arguments.vocab_size, model.layout.tensor)
+        self.post_norms = bool(model.arguments.post_layernorms)
         self.stage = stage
         self.bytes = BYTES[self.cfg.train.precision]
         self.tokens = self.cfg.train.micro_batch_size * (
@@ -128,7 +130,7 @@ class PassEstimate:
         """What a layer keeps if nothing, or only its core attention, is recomputed."""
         _, query, kv, ffn = self._widths()
         heads = self.config.num_attention_heads
-        size = self._per_token(hidden=2)
+        size = self._per_token(hidden=4 if self.post_norms else 2)
         if self.config.hidden_dropout:
             size += math.ceil(2 * self.config.hidden_size / self.layout.positions_split)  # masks
         fused = self.cfg.model.implementation != "local"

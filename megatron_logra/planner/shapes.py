@@ -13,6 +13,7 @@ from megatron_logra.config import Config
 from megatron_logra.distributed import check_layout
 from megatron_logra.errors import UserError
 from megatron_logra.model.gpt import GPTArguments, transformer_config
+from megatron_logra.model.vocabulary import padded_size
 
 Kind = Literal["logra", "adam"]
 """Values of `optimizer.kind`."""
@@ -120,13 +121,14 @@ def parameter_shapes(
     stages = 1 if stage is None else config.pipeline_model_parallel_size
     last = stage is None or (stage == stages - 1 and chunk == chunks_of(config) - 1)
     hidden, tied = config.hidden_size, arguments.share_embeddings_and_output_weights
-    vocabulary = (arguments.vocab_size, hidden)
+    tensor = config.tensor_model_parallel_size
+    vocabulary = (padded_size(arguments.vocab_size, tensor), hidden)
     shapes = []
     if not stage and not chunk:
         shapes.append(Shape("embedding.word_embeddings", vocabulary, 0, tied and stages > 1))
     layers = range(config.num_layers) if stage is None else layers_of(config, stage, chunk)
     for index in layers:
-        shapes += _layer_shapes(config, f"decoder.layers.{index}")
+        shapes += _layer_shapes(config, f"decoder.layers.{index}", bool(arguments.post_layernorms))
     if last:
         shapes += _norm(config, "decoder.final_layernorm", hidden)
         if not tied or stages > 1:
@@ -161,7 +163,7 @@ def layers_of(config: TransformerConfig, stage: int, chunk: int = 0) -> range:
     return range(sum(counts[:place]), sum(counts[: place + 1]))
 
 
-def _layer_shapes(config: TransformerConfig, at: str) -> list[Shape]:
+def _layer_shapes(config: TransformerConfig, at: str, post_norms: bool) -> list[Shape]:
     hidden, kv, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size
     heads, groups, bias = (
         config.num_attention_heads,
@@ -179,9 +181,12 @@ def _layer_shapes(config: TransformerConfig, at: str) -> list[Shape]:
     if config.qk_layernorm:
         shapes += _norm(config, f"{attention}.q_layernorm", kv)
         shapes += _norm(config, f"{attention}.k_layernorm", kv)
+    if post_norms:
+        shapes += _norm(config, f"{attention}.post_layernorm", hidden)
     shapes += _norm(config, f"{at}.pre_mlp_layernorm", hidden)
     shapes += _column_parallel(f"{at}.mlp.linear_fc1", inner, hidden, bias)
-    return shapes + _row_parallel(f"{at}.mlp.linear_fc2", hidden, ffn, bias)
+    shapes += _row_parallel(f"{at}.mlp.linear_fc2", hidden, ffn, bias)
+    return shapes + (_norm(config, f"{at}.mlp.post_layernorm", hidden) if post_norms else [])
 
 
 def _norm(config: TransformerConfig, name: str, size: int) -> list[Shape]:
@@ -300,7 +305,6 @@ class Model:
             "ffn_hidden_size": config.ffn_hidden_size,
             "num_attention_heads": config.num_attention_heads,
             "num_query_groups": config.num_query_groups,
-            "vocab_size": self.arguments.vocab_size,
         }
         for name, size in divided.items():
             if size % layout.tensor:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from megatron_logra.model.vocabulary import padded_size
 from megatron_logra.planner.estimates import PassEstimate
 from megatron_logra.planner.shapes import BYTES, Model, Shape, Stage
 from megatron_logra.planner.static import StageBuffers, sketch_rows
@@ -57,7 +58,7 @@ def step_traffic(model: Model, stage: Stage, buffers: StageBuffers) -> dict[str,
 class _Count:
     def __init__(self, model: Model, stage: Stage, buffers: StageBuffers) -> None:
         self.cfg, self.layout, self.config = model.cfg, model.layout, model.config
-        self.vocabulary = model.arguments.vocab_size
+        self.vocabulary = padded_size(model.arguments.vocab_size, model.layout.tensor)
         self.stage, self.buffers = stage, buffers
         self.sent: Counter[str] = Counter()
         passes = PassEstimate(model, stage)

@@ -22,7 +22,6 @@ from megatron_logra.rl.batch import MicroBatch
 GAP_LIMIT = 20.0
 """Differences of logprobs are clamped to ±20 nats before exp: e²⁰ ≈ 5·10⁸ is still finite in
 fp32, squares included."""
-_NO_LOGIT = -1e30  # of a padding column: no probability, and 0 · logit is still 0
 _ENTROPY_ROWS = 128  # rows of the vocabulary for which temporary copies exist
 
 
@@ -46,8 +45,6 @@ def policy_head(
     algorithm: AlgorithmConfig,
     temperature: float,
     tp_group: dist.ProcessGroup,
-    *,
-    vocab_size: int | None = None,
 ) -> Callable[[Tensor, LogitsFn], Loss]:
     """The clipped policy-gradient loss with truncated importance sampling.
 
@@ -68,7 +65,6 @@ def policy_head(
 
     Args:
         tp_group: the tensor-parallel group, over which the vocabulary is divided.
-        vocab_size: without padding columns; None if there are none.
     """
 
     def head(hidden: Tensor, logits_fn: LogitsFn) -> Loss:
@@ -84,7 +80,6 @@ def policy_head(
             temperature=temperature,
             chunk=algorithm.logprob_chunk,
             tp_group=tp_group,
-            vocab_size=vocab_size,
         )
         current = logprobs.detach()
         old = current if batch.old_logprobs is None else _at(batch.old_logprobs, places)
@@ -127,8 +122,6 @@ def sft_head(
     batch: MicroBatch,
     algorithm: AlgorithmConfig,
     tp_group: dist.ProcessGroup,
-    *,
-    vocab_size: int | None = None,
 ) -> Callable[[Tensor, LogitsFn], Loss]:
     """The supervised loss: minus the responses' logprobs. The report's sums: `tokens`, `loss`,
     `entropy`."""
@@ -145,7 +138,6 @@ def sft_head(
             temperature=1.0,
             chunk=algorithm.logprob_chunk,
             tp_group=tp_group,
-            vocab_size=vocab_size,
         )
         rows = places % batch.tokens.shape[0]
         report = _report(batch, rows, -logprobs, logprobs, entropy=entropy)
@@ -159,8 +151,6 @@ def logprobs_head(
     temperature: float,
     chunk: int,
     tp_group: dist.ProcessGroup,
-    *,
-    vocab_size: int | None = None,
 ) -> Callable[[Tensor, LogitsFn], tuple[Tensor, Tensor]]:
     """Logprobs of the targets and entropies, [b, s] float32 each; 0 where there is no loss."""
 
@@ -174,7 +164,6 @@ def logprobs_head(
             temperature=temperature,
             chunk=chunk,
             tp_group=tp_group,
-            vocab_size=vocab_size,
         )
         b, s = batch.tokens.shape
         logprobs, entropy = (
@@ -216,7 +205,6 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     tp_group: dist.ProcessGroup,
-    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of `targets` under softmax(logits / temperature), and that distribution's entropy.
 
@@ -237,8 +225,6 @@ def token_logprobs(
         logits = logits_fn(hidden.unsqueeze(1)).float()
         if temperature != 1.0:
             logits = logits / temperature
-        if vocab_size is not None:
-            logits = _without_padding(logits, vocab_size, tp_group)
         if start not in entropies:  # otherwise this is the second time, for the backward pass
             entropies[start] = _entropy(logits.detach().squeeze(1), tp_group)
         # Megatron's cross entropy overwrites the logits.
@@ -281,15 +267,6 @@ def _entropy(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         dist.all_reduce(values, op=op, group=group)
-
-
-def _without_padding(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
-    columns = logits.shape[-1]
-    first = tp_group.rank() * columns
-    if first + columns <= vocab_size:
-        return logits
-    padding = torch.arange(first, first + columns, device=logits.device) >= vocab_size
-    return logits.masked_fill(padding, _NO_LOGIT)
 
 
 def _places(loss_mask: Tensor) -> Tensor:

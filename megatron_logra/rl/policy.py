@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,9 @@ from megatron_logra.config import Config, SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.model.gpt import GPTArguments, build_chunks, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights
+from megatron_logra.model.identity import describe
 from megatron_logra.model.tokenizer import Tokenizer, load_tokenizer
 from megatron_logra.rollout.static_engine import StaticEngine
-
-_IDENTITY = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
-    *("kv_channels", "normalization", "layernorm_epsilon", "gated_linear_unit", "qk_layernorm"),
-    *("add_bias_linear", "add_qkv_bias"),
-)
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,7 @@ class Policy:
 
     def description(self) -> dict[str, Any]:
         """What makes a checkpoint one of this model: plain values, the layout left out."""
-        model = {name: getattr(self.tconfig, name) for name in _IDENTITY}
-        activation = getattr(self.tconfig.activation_func, "__name__", "unknown")
-        arguments = {k: v for k, v in asdict(self.arguments).items() if k not in _NOT_IDENTITY}
-        return {**model, "activation_func": activation, **arguments}
+        return describe(self.tconfig, self.arguments)
 
     @property
     def length_multiple(self) -> int:
@@ -122,10 +114,6 @@ class Policy:
         return description
 
 
-# The length only bounds what may be fed, and the seed no longer matters once there are weights.
-_NOT_IDENTITY = ("max_sequence_length", "seed")
-
-
 def join_ranks(config: Config) -> None:
     """Join the run's ranks, so that they can agree on something before there is a model.
 
@@ -149,7 +137,11 @@ def build_policy(config: Config) -> Policy:
     tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
     chunks = build_chunks(tconfig, arguments, pg)
+    policy = Policy(config, pg, tconfig, arguments, chunks, tokenizer)
     if config.model.hf is not None:
-        for chunk in chunks:
-            load_hf_weights(config.model.hf, chunk)
-    return Policy(config, pg, tconfig, arguments, chunks, tokenizer)
+        if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
+            policy.load_weights(Path(config.model.hf))
+        else:
+            for chunk in chunks:
+                load_hf_weights(config.model.hf, chunk)
+    return policy

@@ -17,6 +17,7 @@ from megatron_logra.errors import UserError
 from megatron_logra.rl.advantages import zero_variance_fraction
 from megatron_logra.rl.environments import Environment, Problem, Score
 from megatron_logra.rl.policy import Policy
+from megatron_logra.rollout.remote import RemoteEngine
 from megatron_logra.rollout.static_engine import Response
 
 
@@ -42,6 +43,8 @@ class Rollouts:
     """[problems][samples]"""
     generation_s: float
     scoring_s: float
+    drift: float | None = None
+    """Largest difference of separate workers' weights from the trainer's, where it was measured."""
 
     @property
     def all(self) -> list[Rollout]:
@@ -65,16 +68,52 @@ class _Share:
 
 
 class RolloutMaker:
-    """Generates responses with a policy and has the environment score them.
+    """Has responses generated and has the environment score them.
 
-    Each data-parallel rank answers its share of the problems; tensor-parallel ranks generate
-    together, and the first of them has the responses scored. All ranks end up with all of it.
+    Each data-parallel rank answers its share of the problems, and scores it; tensor-parallel ranks
+    generate together, and the first of them has the responses scored. With separate workers these
+    generate. All ranks end up with all of it.
+
+    Args:
+        policy: the model.
+        environment: scores.
+        remote: separate workers; None if the policy itself generates.
     """
 
-    def __init__(self, policy: Policy, environment: Environment) -> None:
+    def __init__(
+        self, policy: Policy, environment: Environment, remote: RemoteEngine | None = None
+    ) -> None:
         self.policy = policy
         self.environment = environment
-        self.engine = policy.engine()
+        self.remote = remote
+        self.version = 0
+        """Version of the weights from which separate workers are to sample."""
+        self._asked: dict[tuple[str, int], int] = {}
+        if remote is None:
+            self.engine = policy.engine()
+
+    def ask(
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        sampling: SamplingConfig,
+        *,
+        update: int,
+        stream: str,
+    ) -> None:
+        """Have separate workers begin with what `make` will be called for; again: does nothing."""
+        assert self.remote is not None
+        if (stream, update) in self._asked:
+            return
+        self._asked[stream, update] = self.remote.ask(
+            [self.prompt(problem) for problem in problems],
+            samples,
+            sampling,
+            version=self.version,
+            update=update,
+            stream=stream,
+            stop_token_ids=self.policy.stop_tokens(sampling),
+        )
 
     def make(
         self,
@@ -94,7 +133,8 @@ class RolloutMaker:
             sampling: how to sample.
             update: step index; with the seed, it keys the noise.
             stream: name of the noise's stream.
-            progress: told the numbers of finished and of all responses of this rank.
+            progress: told the numbers of finished and of all responses of this rank (of all
+                workers).
 
         Returns:
             The responses to all problems, on every rank; times are the slowest rank's.
@@ -107,17 +147,23 @@ class RolloutMaker:
         prompts = [self.prompt(problem) for problem in problems]
         number, shares = self.policy.rollout_rank
         own = slice(*(len(problems) * place // shares for place in (number, number + 1)))
-        own_responses = self.engine.generate(
-            prompts[own],
-            samples,
-            sampling,
-            seed=self.policy.config.train.seed,
-            update=update,
-            stream=stream,
-            first_sample=own.start * samples,
-            stop_token_ids=self.policy.stop_tokens(sampling),
-            progress=progress,
-        )
+        drift = None
+        if self.remote is None:
+            own_responses = self.engine.generate(
+                prompts[own],
+                samples,
+                sampling,
+                seed=self.policy.config.train.seed,
+                update=update,
+                stream=stream,
+                first_sample=own.start * samples,
+                stop_token_ids=self.policy.stop_tokens(sampling),
+                progress=progress,
+            )
+        else:
+            self.ask(problems, samples, sampling, update=update, stream=stream)
+            collected = self.remote.collect(self._asked.pop((stream, update)), progress)
+            own_responses, drift = collected.responses[own], collected.drift
         generation_s = time.perf_counter() - started
         found = distributed.each(lambda: self._scored(problems[own], own_responses, generation_s))
         parts = [share for share in found if share is not None]
@@ -140,6 +186,7 @@ class RolloutMaker:
             groups,
             max(share.generation_s for share in parts),
             max(share.scoring_s for share in parts),
+            drift,
         )
 
     def _scored(

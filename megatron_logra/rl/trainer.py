@@ -24,6 +24,7 @@ import torch
 
 from megatron_logra import attempts, distributed, memory, platform, stopping, telemetry
 from megatron_logra import checkpoint as checkpoints
+from megatron_logra.background_save import BackgroundSave
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.metrics import (
@@ -44,6 +45,7 @@ from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_bat
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
 from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
+from megatron_logra.rl.workers import Workers
 from megatron_logra.wandb_log import WandbLog
 
 CONFIG_FILE = "config.yaml"
@@ -118,6 +120,7 @@ class Trainer:
         self.learner = Learner(self.policy.chunks, self.policy.tconfig, config, self.policy.pg)
         self._unwritten: Record | None = None
         self._saved_step = 0
+        self._background: BackgroundSave | None = None
         self._reason = ""
         self.deadline = stopping.Deadline(
             distributed.first(stopping.job_end),
@@ -127,7 +130,13 @@ class Trainer:
         if source is not None:
             self._restore(source)
         self.telemetry = telemetry.Telemetry(config.logging.telemetry_interval_s)
-        self.maker = RolloutMaker(self.policy, environment)
+        self.workers = (
+            Workers(config, self.learner) if config.rollout.placement == "separate" else None
+        )
+        self.maker = RolloutMaker(
+            self.policy, environment, self.workers.engine if self.workers else None
+        )
+        self.maker.version = self.learner.update
         self.samples = SampleLog(
             self.run_dir, config.logging.rollouts_per_step, config.logging.rollouts_kept
         )
@@ -146,6 +155,7 @@ class Trainer:
         path: Path | None = None
         skipped = 0
         with (
+            self.workers or nullcontext(),
             self.progress,
             self.telemetry,
             self._open_metrics() as writer,
@@ -176,8 +186,10 @@ class Trainer:
                     except UserError:
                         self._save_what_is_done(record)
                         raise
+                path = self._finish_background_save() or path
                 if self._checkpoint_due(last) or stop:
-                    path = self._save(record)
+                    waits = last or stop or not config.checkpoint.async_save
+                    path = self._save(record, background=not waits) or path
                 record["time/step_s"] = time.perf_counter() - begun
                 if writer is not None:
                     record = writer.write(state.step - 1, record)
@@ -207,6 +219,7 @@ class Trainer:
         """One step of reinforcement learning."""
         config = self.config
         problems = self._next_problems()
+        self._ask_ahead()
         batch = self.maker.make(
             problems,
             config.train.responses_per_prompt,
@@ -218,20 +231,52 @@ class Trainer:
         record: Record = {**rollouts.metrics(batch)}
         baseline = self.baseline.state_dict()
         values = advantages(torch.tensor(batch.rewards()), config.algorithm, self.baseline)
+        fresh = [self._lag(rollout) <= config.rollout.max_lag for rollout in batch.all]
         samples = [
-            _sample(rollout, advantage)
-            for rollout, advantage in zip(batch.all, values.flatten().tolist(), strict=True)
+            _sample(rollout, advantage if used else 0.0)
+            for rollout, advantage, used in zip(
+                batch.all, values.flatten().tolist(), fresh, strict=True
+            )
         ]
+        record["rollout/lag"] = max(map(self._lag, batch.all))
+        record["rollout/stale"] = fresh.count(False)
         self.samples.write(self.state.step, batch, [sample.advantage for sample in samples])
         result = self._update(samples, [rollout.problem for rollout in batch.all], record)
         if result is None or not result.applied:
             self.baseline.load_state_dict(baseline)
         if config.algorithm.name == "reinforce":
             record["reward/baseline"] = self.baseline.value
-        # The engine reads the trainer's own weights: there is nothing to send and nothing to drift.
-        record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
-        record |= {"sync/version": self.learner.update, "sync/drift_max": 0.0}
+        # Colocated, the engine reads the trainer's own weights: nothing is sent, nothing drifts.
+        started, sent = time.perf_counter(), 0
+        if self.workers is not None and result is not None and result.applied:
+            sent = self.workers.publish()
+        self.maker.version = self.learner.update
+        seconds = time.perf_counter() - started if self.workers is not None else 0.0
+        record |= {"time/sync_s": seconds, "sync/seconds": seconds, "sync/bytes": sent}
+        record["sync/version"] = self.learner.update
+        record["sync/drift_max"] = 0.0 if self.workers is None else batch.drift
         return record
+
+    def _ask_ahead(self) -> None:
+        """Let separate workers generate for this step, and for as many more as may lag behind."""
+        if self.workers is None:
+            return
+        config = self.config
+        for ahead in range(config.rollout.max_lag + 1):
+            step = self.state.step + ahead
+            if step < config.train.steps:
+                self.maker.ask(
+                    self._next_problems(ahead),
+                    config.train.responses_per_prompt,
+                    config.rollout.sampling,
+                    update=step,
+                    stream="rollout",
+                )
+
+    def _lag(self, rollout: Rollout) -> int:
+        """Updates by which the policy that a response was sampled from is behind."""
+        version = rollout.response.version
+        return 0 if version is None else self.learner.update - version
 
     def _supervised_step(self) -> Record:
         """One step on given responses."""
@@ -303,12 +348,16 @@ class Trainer:
             "policy/kl_predicted_scaled": result.kl_predicted_scaled,
             "policy/kl_budget": result.kl_budget,
             "policy/kl_realised": result.kl_realised,
+            "policy/kl_ratio": result.kl_ratio,
+            "policy/kl_correction": result.kl_correction,
             "policy/alpha": result.alpha,
             "train/sketch_norm": result.sketch_norm,
             "train/update_ratio": result.update_ratio,
             "train/grad_norm": result.grad_norm,
             "train/lr": result.lr,
         }
+        for note in result.notes:
+            self.progress.message(note)
         if result.applied:
             record["train/skipped"] = 0
             self.state.failed_in_a_row = 0
@@ -371,9 +420,10 @@ class Trainer:
         self.state.failed_in_a_row += 1
         self.progress.message(f"step {self.state.step} skipped: {reason}")
 
-    def _next_problems(self) -> list[Problem]:
-        first = self.state.data_position
+    def _next_problems(self, ahead: int = 0) -> list[Problem]:
+        """The problems of this step, or of one that is so many steps ahead."""
         count = self.config.train.prompts_per_step
+        first = self.state.data_position + ahead * count
         return distributed.first(
             lambda: [self.environment.train_problem(place) for place in range(first, first + count)]
         )
@@ -506,20 +556,34 @@ class Trainer:
 
     def _save_what_is_done(self, record: Record | None = None) -> None:
         """Save the completed steps before the run ends with an error."""
+        path = self._finish_background_save(wait=True)
         if self.state.step > self._saved_step:
-            self.progress.message(f"saved {self._save(record)}; go on from it with --resume")
+            path = self._save(record)
+        if path is not None:
+            self.progress.message(f"saved {path}; go on from it with --resume")
 
-    def _save(self, record: Record | None) -> Path:
+    def _finish_background_save(self, *, wait: bool = False) -> Path | None:
+        """Make what is being saved the latest checkpoint, if it is written; None if it is not."""
+        save = self._background
+        if save is None or not (wait or save.done()):
+            return None
+        self._background = None
+        return save.finish()
+
+    def _save(self, record: Record | None, *, background: bool = False) -> Path | None:
         """Save everything.
 
         Args:
             record: of the last step, if it is not written yet; a resumed run writes it.
+            background: only begin to, and return None.
         """
         started = time.perf_counter()
+        self._finish_background_save(wait=True)
         self.progress.phase("checkpoint")
         # Times differ from rank to rank.
         written = distributed.first(lambda: dict(record) if record is not None else None)
-        path = checkpoints.save(
+        save = BackgroundSave if background else checkpoints.save
+        saved = save(
             self.run_dir / CHECKPOINTS,
             self.state.step,
             {
@@ -539,10 +603,13 @@ class Trainer:
             self.config.checkpoint.keep,
         )
         self._saved_step = self.state.step
-        self.deadline.save_took(time.perf_counter() - started)
         if record is not None:
             record["time/checkpoint_s"] = time.perf_counter() - started
-        return path
+        if isinstance(saved, BackgroundSave):
+            self._background = saved
+            return None
+        self.deadline.save_took(time.perf_counter() - started)
+        return saved
 
     def _restore(self, path: Path) -> None:
         """Take up a run where `path`, which has been verified, has it."""

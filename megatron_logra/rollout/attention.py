@@ -20,14 +20,16 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor, nn
 
+from megatron_logra.model.gemma3 import Gemma3Attention
+
 
 def decodes_quickly(model: GPTModel) -> bool:
     """Whether `quick_decoding` changes anything about `model`."""
     config = model.config
     return (
         len(_with_local_attention(model)) == len(model.decoder.layers)
-        and model.position_embedding_type == "rope"
-        and not (config.no_rope_freq or config.flash_decode or config.multi_latent_attention)
+        and model.position_embedding_type in ("rope", "yarn")
+        and not (config.flash_decode or config.multi_latent_attention)
     )
 
 
@@ -53,14 +55,17 @@ def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
         return
     cores = _with_local_attention(model)
     # As if for a packed sequence: of all positions, whatever a context-parallel rank trains on.
-    angles = model.rotary_pos_emb(length, packed_seq=True)
+    angles, factor = model.rotary_pos_emb(length, packed_seq=True), 1.0
+    if model.position_embedding_type == "yarn":
+        angles, factor = angles
     originals = [module.core_attention for module in cores]
     position_embedding_type = model.position_embedding_type
     try:
         # Megatron's own layers do not rotate anything then: the cores below do.
         model.position_embedding_type = "none"
         for module, original in zip(cores, originals, strict=True):
-            module.core_attention = _DecodingCore(original, angles)
+            own = _angles_of(module, angles)
+            module.core_attention = _DecodingCore(original, own, factor)
         yield
     finally:
         model.position_embedding_type = position_embedding_type
@@ -68,13 +73,24 @@ def quick_decoding(model: GPTModel, length: int) -> Iterator[None]:
             module.core_attention = original
 
 
+def _angles_of(module: SelfAttention, angles: Tensor) -> Tensor | None:
+    """The angles by which a layer rotates, [length, 1, 1, c]; None if it does not."""
+    without = module.config.no_rope_freq
+    if without and without[module.layer_number - 1]:
+        return None
+    return module.own_angles(angles) if isinstance(module, Gemma3Attention) else angles
+
+
 class _DecodingCore(nn.Module):
     """Rotates queries and new keys, and attends from one query position to all cached keys."""
 
-    def __init__(self, original: DotProductAttention, angles: Tensor) -> None:
+    def __init__(
+        self, original: DotProductAttention, angles: Tensor | None, factor: float = 1.0
+    ) -> None:
         super().__init__()
         self.original = original
-        self.angles = angles  # [length, 1, 1, rotated channels] float32
+        self.angles = angles  # [length, 1, 1, rotated channels] float32; None: no rotation
+        self.factor = factor  # YaRN's, on what is rotated
         softmax = original.scale_mask_softmax
         self.layer_scale = softmax.scale  # undoes the division by the layer's number, in float32
         self.plain = softmax.window_size is None and original.softmax_offset is None
@@ -92,9 +108,10 @@ class _DecodingCore(nn.Module):
         `key` is a view of the cache whose last `new` positions are rotated in place.
         """
         new, total = query.size(0), key.size(0)
-        angles = self.angles[total - new : total]
-        query = self._rotate(query, angles)
-        key[total - new :] = self._rotate(key[total - new :], angles)
+        if self.angles is not None:
+            angles = self.angles[total - new : total]
+            query = self._rotate(query, angles)
+            key[total - new :] = self._rotate(key[total - new :], angles)
         if new > 1 or not self.plain:
             # Megatron's own, also of a subclass that divides positions over ranks.
             return DotProductAttention.forward(
@@ -122,5 +139,9 @@ class _DecodingCore(nn.Module):
     def _rotate(self, tensor: Tensor, angles: Tensor) -> Tensor:
         original = self.original
         return apply_rotary_pos_emb(
-            tensor, angles, config=original.config, cp_group=original.pg_collection.cp
+            tensor,
+            angles,
+            config=original.config,
+            mscale=self.factor,
+            cp_group=original.pg_collection.cp,
         )

@@ -49,6 +49,8 @@ class Response:
     """Log-probability of each token under the distribution it was drawn from, in nats."""
     finish_reason: Literal["stop", "length"] = "length"
     """`stop`: a stop token; `length`: the largest number of tokens was reached."""
+    version: int | None = None
+    """Version of the weights that all tokens were sampled from, where it is not the trainer's."""
 
 
 @dataclass

@@ -18,7 +18,8 @@ Megatron passes them, with sequence parallelism each rank's own positions):
     row             summed                              own rows of dYᵀ P
     row, seq.       summed, own positions               dYᵀ P [d, r] summed, own rows
 
-The same hook adds the low-rank direction's tangent in forward mode (see `predicted_kl`).
+The same hook moves the model along the low-rank direction D without touching a weight (see
+`predicted_kl`): by a tangent in forward mode, or by a side path of a given length.
 Modules are found by name alone; nothing here knows the model's class.
 """
 
@@ -38,6 +39,7 @@ from torch import distributed as dist
 
 from megatron_logra.config import SketchConfig
 from megatron_logra.errors import UserError
+from megatron_logra.optimizer.forward_ad import MissingRule
 from megatron_logra.sketch.projection import Columns, Projections
 
 
@@ -116,15 +118,21 @@ class SketchCapture:
         self.sketch_ready: Callable[[torch.nn.Parameter], None] = lambda proxy: None
         """Called with a target's proxy after each micro-batch has been added to its sketch."""
         self._tangent = False
+        self._tangent_met = False
+        self._side_path: float | None = None
+        self._rounding: torch.Generator | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
+        self._names: list[list[str]] = []
         columns = []
         for chunk in chunks:
             self.by_chunk.append([])
+            self._names.append([])
             for name, module in _find_targets(chunk, config.targets):
                 target = self._attach(whole_name(chunk, name), module, config, factor_dtype)
                 first = target.columns * tp_group.rank() if target.row_parallel else 0
                 columns.append(Columns(target.name, first, first + target.columns))
                 self.by_chunk[-1].append(target)
+                self._names[-1].append(name)
         self.targets = [target for targets in self.by_chunk for target in targets]
         """All of them, chunk by chunk."""
         device = self.targets[0].weight.device
@@ -168,11 +176,14 @@ class SketchCapture:
 
     def _hook(self, index: int, bias: torch.nn.Parameter | None) -> Any:
         def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            if not self._tangent and not torch.is_grad_enabled():
+            moves = self._tangent or self._side_path is not None
+            if not moves and not torch.is_grad_enabled():
                 return None  # generation, evaluation, or the first pass of recomputation
             linear_output, *rest = output if isinstance(output, tuple) else (output,)
             if self._tangent:
                 linear_output = self._add_tangent(index, inputs[0], linear_output)
+            elif self._side_path is not None:
+                linear_output = self._moved(linear_output, self._change(index, inputs[0]))
             else:
                 projected = self._project(index, inputs[0])
                 leaf = self._anchor if bias is None or not bias.requires_grad else bias
@@ -247,23 +258,76 @@ class SketchCapture:
         whole = self._whole_directions.get(index)
         return self.targets[index].proxy.detach() if whole is None else whole
 
+    def _change(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """(x Aᵀ) Dᵀ, with D in the proxy, like the linear's output; never forms D A."""
+        return self._project(index, x) @ self.direction(index).to(x.dtype).t()
+
+    def _moved(self, output: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        """output - scale · change, in output's type.
+
+        In bf16 rounded stochastically: an output is on bf16's grid already, and rounding to the
+        nearest would take back every change of less than half its distance.
+        """
+        assert self._side_path is not None
+        moved = output.float().sub_(change.float(), alpha=self._side_path)
+        if output.dtype != torch.bfloat16:
+            return moved.to(output.dtype)
+        bits = moved.view(torch.int32)
+        noise = torch.randint(
+            0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=self._rounding
+        )
+        # bf16 is the high half of fp32: the sum carries over with the low half as its probability.
+        return bits.add_(noise).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """ẏ += -(x Aᵀ) Dᵀ, with D in the proxy; never forms D A."""
+        """ẏ += -(x Aᵀ) Dᵀ."""
         primal, tangent = forward_ad.unpack_dual(output)
-        x = forward_ad.unpack_dual(x).primal
-        direction = self.direction(index).to(x.dtype)
-        change = self._project(index, x) @ direction.t()
-        tangent = -change if tangent is None else tangent - change
+        change = self._change(index, forward_ad.unpack_dual(x).primal)
+        if tangent is None:
+            if self._tangent_met:
+                raise MissingRule(
+                    f"something before {self.targets[index].name} loses forward mode's tangent"
+                )
+            tangent = -change
+        else:
+            tangent = tangent - change
+        self._tangent_met = True
         return forward_ad.make_dual(primal, tangent)
 
     @contextmanager
     def tangent(self) -> Iterator[None]:
-        """Within: the proxies hold a direction D and linears add its tangent (forward mode)."""
-        self._tangent = True
+        """Within: the proxies hold a direction D and linears add its tangent (forward mode).
+
+        Raises:
+            MissingRule: the tangent has vanished between the first target and another one.
+        """
+        self._tangent, self._tangent_met = True, False
         try:
             yield
         finally:
             self._tangent = False
+
+    @contextmanager
+    def side_path(self, scale: float, seed: int = 0) -> Iterator[None]:
+        """Within: linears compute y - scale · (x Aᵀ) Dᵀ, with D in the proxies.
+
+        Args:
+            seed: of the rounding of bf16 outputs, which leaves all other random states alone. It is
+                the same on all ranks, so that copies of an output stay copies.
+        """
+        self._side_path = scale
+        self._rounding = torch.Generator(self.targets[0].weight.device).manual_seed(seed)
+        try:
+            yield
+        finally:
+            self._side_path = self._rounding = None
+
+    def follow(self, twins: Sequence[torch.nn.Module]) -> None:
+        """Hook the targets' counterparts in other chunks over the same weights."""
+        pairs = zip(twins, self._names, strict=True)
+        modules = [twin.get_submodule(name) for twin, names in pairs for name in names]
+        for index, module in enumerate(modules):
+            module.register_forward_hook(self._hook(index, None))
 
 
 class _Capture(torch.autograd.Function):

@@ -75,5 +75,11 @@ def parameter_block(
         return Block("weight", name, shape, 0, whole, value) if pg.tp.rank() == 0 else None
     axis = parameter.partition_dim  # type: ignore[attr-defined]
     stride = parameter.partition_stride  # type: ignore[attr-defined]
-    ranges = own_ranges(shape[axis], stride, pg.tp.rank(), pg.tp.size())
+    size = parameter.shape[axis] * pg.tp.size()
+    ranges = own_ranges(size, stride, pg.tp.rank(), pg.tp.size())
+    if size > shape[axis]:  # a vocabulary's padding does not travel
+        ranges = tuple((start, min(stop, shape[axis])) for start, stop in ranges)
+        value = value[: max(0, ranges[0][1] - ranges[0][0])]
+        if not len(value):
+            return None
     return Block("weight", name, shape, axis, ranges, value)

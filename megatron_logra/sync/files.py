@@ -40,8 +40,8 @@ class Head:
     """Newest version."""
     refresh: int
     """Newest version of which there are whole weights."""
-    sent_bytes: int = 0
-    """Bytes of the newest version's pieces."""
+    dense: bool = False
+    """Whether there are whole weights only."""
 
 
 def read_head(directory: Path) -> Head | None:
@@ -60,12 +60,21 @@ class FileSender:
         sender: makes the pieces.
         refresh_interval: updates between whole weights; the updates since the last but one are
             kept.
+        dense: send whole weights each time, and no updates.
     """
 
-    def __init__(self, directory: Path, sender: Sender, *, refresh_interval: int = 100) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sender: Sender,
+        *,
+        refresh_interval: int = 100,
+        dense: bool = False,
+    ) -> None:
         self.directory = directory
         self.sender = sender
         self.refresh_interval = refresh_interval
+        self.dense = dense
         self._refreshed = -1
 
     def start(self) -> int:
@@ -87,6 +96,8 @@ class FileSender:
         Raises:
             UserError: it cannot be written; readers still find the version before.
         """
+        if self.dense:
+            return self._publish("refresh")
         version = self.sender.learner.update
         sent = self._publish("update")
         wanted = distributed.first(lambda: _take_wishes(self.directory))
@@ -110,7 +121,7 @@ class FileSender:
         sent = sum(distributed.each(write))
         if kind == "refresh":
             self._refreshed = version
-        head = Head(self.sender.run, version, self._refreshed, sent)
+        head = Head(self.sender.run, version, self._refreshed, self.dense)
 
         def announce() -> None:
             _write(self.directory / HEAD, json.dumps(asdict(head)).encode())
@@ -156,6 +167,8 @@ class FileFollower:
             reason = f"run {head.run} follows {receiver.run}" if receiver.run else None
             if not self._refresh(head.refresh, reason):
                 return False
+        if head.dense and receiver.version < goal and not self._refresh(head.refresh, None):
+            return False
         while receiver.version < goal:
             failure = self._attempt("update", receiver.version + 1, receiver.apply)
             if failure is None:

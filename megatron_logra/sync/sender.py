@@ -30,7 +30,7 @@ class Sender:
     Data-parallel ranks hold the same; the first of them sends.
 
     Args:
-        learner: what is trained, by sketches.
+        learner: what is trained; whatever by, its whole weights can be sent.
         sketch: the sketch section of the configuration.
         run: name of this start of the trainer; versions of another one are not continued.
         audit_interval: updates between audits; 0 for none.
@@ -39,8 +39,6 @@ class Sender:
     def __init__(
         self, learner: Learner, sketch: SketchConfig, run: str, *, audit_interval: int = 10
     ) -> None:
-        if learner.sketch is None:
-            raise ValueError("only sketches can be sent; optimizer.kind is not logra")
         self.learner = learner
         self.optimizer = learner.sketch
         self.sketch = sketch
@@ -63,6 +61,7 @@ class Sender:
         """This rank's piece of the update that has just been applied; None if it has none."""
         if not self.sends:
             return None
+        assert self.optimizer is not None, "only sketches make updates"
         blocks = [*self._factors(), *self._non_targets()]
         version = self.learner.update
         if self.audit_interval and version % self.audit_interval == 0:
@@ -74,12 +73,10 @@ class Sender:
 
         Called by all ranks: the fp32 weights may be divided over data-parallel ones.
         """
-        masters = {
-            id(target.weight): master
-            for target, master in zip(
-                self.optimizer.capture.targets, self.optimizer.masters, strict=True
-            )
-        }
+        masters = {}
+        if self.optimizer is not None:
+            pairs = zip(self.optimizer.capture.targets, self.optimizer.masters, strict=True)
+            masters = {id(target.weight): master for target, master in pairs}
         blocks = []
         for name, parameter in self._parameters():
             master = masters.get(id(parameter))
@@ -101,12 +98,13 @@ class Sender:
             draw=max(0, version - 1) // self.sketch.refresh,
             rank=self.sketch.rank,
             distribution=self.sketch.distribution,
-            decay=self.optimizer.report.decay if kind == "update" else 1.0,
+            decay=self.optimizer.report.decay if self.optimizer is not None else 1.0,
             piece=self.piece,
             pieces=pp.size() * tp.size(),
         )
 
     def _factors(self) -> Iterator[Block]:
+        assert self.optimizer is not None
         for target in self.optimizer.capture.targets:
             shape = (whole_target(target, self.pg)[0], self.sketch.rank)
             rows = factor_rows(target, self.pg)
@@ -128,6 +126,7 @@ class Sender:
 
     def _audited(self, version: int) -> list[Block]:
         """Some rows (or columns) of one of this rank's targets; all targets have their turn."""
+        assert self.optimizer is not None
         targets = self.optimizer.capture.targets
         target = targets[version // self.audit_interval % len(targets)]
         axis = 1 if target.row_parallel else 0

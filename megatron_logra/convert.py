@@ -1,0 +1,355 @@
+"""Hugging Face checkpoints to Megatron's distributed ones and back, without a GPU.
+
+What is made of a Hugging Face directory is a checkpoint like those of a run (`checkpoint.load`, and
+`model.hf` too: config.json and the tokenizer lie in it). It fits any layout. The way back takes any
+checkpoint of this program; configuration and tokenizer come from the Hugging Face directory that
+the model was. Both hold one layer at a time, and write under another name first: what has the right
+name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_logra import checkpoint as checkpoints
+from megatron_logra.config import config_from_dict
+from megatron_logra.errors import UserError
+from megatron_logra.model import torch_dist_io
+from megatron_logra.model.families import Rule, family_of, rules
+from megatron_logra.model.gpt import GPTArguments, transformer_config
+from megatron_logra.model.huggingface import Checkpoint, check_names, read_config, read_json
+from megatron_logra.model.identity import describe
+from megatron_logra.model.safetensors_io import DTYPES, NAMES, Writer
+from megatron_logra.model.specs import CHECKPOINT_NAMES
+from megatron_logra.model.torch_dist_io import Piece, Place, Reader
+from megatron_logra.planner.shapes import parameter_shapes
+
+RECORD = "conversion.json"
+"""File in both kinds of results: where they came from, hashes of what was read and written."""
+CONFIGURATION = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*")
+TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+)
+"""The small files of a Hugging Face directory, which are copied as they are."""
+_UNFINISHED = ".unfinished-"
+_WEIGHTS = "model.safetensors"
+_SPARE = 2**20  # bytes for headers, hashes and descriptions
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model and the Hugging Face tensors that make it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: Rule
+    place: Place
+
+
+class Model:
+    """The model that a Hugging Face directory's config.json describes.
+
+    Args:
+        directory: the directory.
+
+    Raises:
+        UserError: it describes none that is supported.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        config = read_config(directory)
+        family = family_of(directory / "config.json", config)
+        self.config, self.arguments = _megatron_config(directory)
+        self.tied = self.arguments.share_embeddings_and_output_weights
+        shapes = {
+            shape.name if shape.name.endswith(".bias") else f"{shape.name}.weight": shape.size
+            for shape in parameter_shapes(self.config, self.arguments)
+        }
+        self.parameters = [
+            Parameter(name, shapes.pop(name), rule, _place(name))
+            for name, rule in rules(family, self.config, self.tied)
+        ]
+        assert not shapes, shapes
+
+    def blocks(self, parameter: Parameter) -> list[tuple[int, int]]:
+        """First rows and numbers of rows in which a parameter is handled: all at once, if it is
+        made of several tensors, else at most a quarter of a layer's numbers."""
+        rows, *rest = parameter.shape
+        if len(parameter.rule.sources) > 1:
+            return [(0, rows)]
+        layer = sum(math.prod(p.shape) for p in self.parameters if p.place[1] == 0)
+        step = max(1, layer // 4 // math.prod(rest))
+        return [(first, min(step, rows - first)) for first in range(0, rows, step)]
+
+
+def from_hf(source: Path, target: Path) -> None:
+    """Make a distributed checkpoint of a Hugging Face directory; types stay as they are.
+
+    Raises:
+        UserError: a file is missing or damaged, a tensor contradicts config.json, the target exists
+            or cannot be written. Nothing is left behind.
+    """
+    model, files = Model(source), Checkpoint(source)
+    layers = model.config.num_layers
+    check_names(files, {s for p in model.parameters for s in p.rule.sources}, model.tied)
+    types: dict[str, torch.dtype] = {}
+    pieces = []
+    for parameter in model.parameters:
+        key, config = parameter.place[0], model.config
+        shapes = parameter.rule.shapes(parameter.shape, config)
+        for name, shape in zip(parameter.rule.sources, shapes, strict=True):
+            files.require(name, shape)
+            dtype = DTYPES.get(files.entry(name).dtype)
+            if dtype is None or types.setdefault(key, dtype) != dtype:
+                expected = NAMES[types[key]] if key in types else ", ".join(DTYPES)
+                found = files.entry(name).dtype
+                raise UserError(f"{files.files[name]}: {name} is {found}; expected {expected}")
+
+        def make(first: int, rows: int, parameter: Parameter = parameter) -> Tensor:
+            if first == 0:
+                _tell(model.parameters.index(parameter), len(model.parameters), parameter.name)
+            if len(parameter.rule.sources) == 1:
+                return files.read(parameter.rule.sources[0], (first, rows))
+            parts = [files.read(name) for name in parameter.rule.sources]
+            return parameter.rule.join(parts, model.config)
+
+        for first, rows in model.blocks(parameter):
+            build = partial(make, first, rows)
+            piece = Piece(parameter.place, parameter.shape, first, rows, types[key], build)
+            pieces.append(piece)
+    size = sum(math.prod(p.shape) * types[p.place[0]].itemsize for p in model.parameters)
+    with _written(target, size) as unfinished:
+        read = sorted({*files.files.values(), source / "config.json"})
+        hashes = {path.name: _hash(path) for path in read}
+        torch_dist_io.write(unfinished, pieces, layers)
+        _copy(source, unfinished, CONFIGURATION + TOKENIZER)
+        description = {"step": 0, "model": describe(model.config, model.arguments)}
+        _write_json(unfinished / checkpoints.DESCRIPTION, description)
+        _record(unfinished, source, hashes)
+        save_integrity_manifest(str(unfinished))
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    like: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Make a Hugging Face directory of the weights in a checkpoint.
+
+    Args:
+        source: a checkpoint, or a run directory, whose latest one is taken.
+        like: Hugging Face directory of the model, for configuration and tokenizer. Default: the
+            checkpoint itself, if it was made of one, or the `model.hf` of the run.
+        dtype: of the tensors; default: as they are.
+        shard_bytes: most bytes of tensors in a file.
+
+    Raises:
+        UserError: as for `from_hf`, or the checkpoint is of another model than `like`.
+    """
+    source = _checkpoint_of(source)
+    description = checkpoints.read_description(source)
+    like = like or _origin(source, description)
+    model = Model(like)
+    ours = describe(model.config, model.arguments)
+    checkpoints.require_same(source, description["model"], ours, f"model than {like}")
+    reader, layers = Reader(source), model.config.num_layers
+    tensors: list[tuple[Parameter, list[tuple[str, tuple[int, ...], torch.dtype]]]] = []
+    for parameter in model.parameters:
+        found = reader.require(parameter.place, parameter.shape, layers)
+        shapes = parameter.rule.shapes(parameter.shape, model.config)
+        pairs = zip(parameter.rule.sources, shapes, strict=True)
+        tensors.append((parameter, [(name, shape, dtype or found) for name, shape in pairs]))
+    shards = _shards(tensors, shard_bytes)
+    sizes = {name: math.prod(s) * d.itemsize for _, made in tensors for name, s, d in made}
+    with _written(target, sum(sizes.values())) as unfinished:
+        number = 0
+        for path, shard in zip(_shard_names(len(shards)), shards, strict=True):
+            writer = Writer(unfinished / path, [made for _, parts in shard for made in parts])
+            for parameter, parts in shard:
+                _tell(number, len(tensors), parameter.name)
+                for part in _read(reader, model, parameter):
+                    writer.write([part.to(parts[0][2])])
+                number += 1
+            writer.close()
+        if len(shards) > 1:
+            files = zip(_shard_names(len(shards)), shards, strict=True)
+            places = {m[0]: path for path, shard in files for _, made in shard for m in made}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            _write_json(unfinished / f"{_WEIGHTS}.index.json", index)
+        _copy(like, unfinished, CONFIGURATION + TOKENIZER)
+        _copy_own_tokenizer(description, unfinished)
+        _set_dtype(unfinished / "config.json", tensors[0][1][0][2])
+        _record(unfinished, source, read_json(source / "integrity.json")["files"])
+
+
+def _megatron_config(directory: Path) -> tuple[TransformerConfig, GPTArguments]:
+    config = {"model": {"hf": str(directory)}, "train": {"seq_length": 2}}
+    return transformer_config(config_from_dict(config))
+
+
+def _place(name: str) -> Place:
+    """Where Megatron's checkpoints have the parameter `name`: all layers share a key."""
+    head, _, rest = name.partition("decoder.layers.")
+    if head or not rest:
+        return name, None
+    number, _, inner = rest.partition(".")
+    for ours, stored in CHECKPOINT_NAMES.items():
+        if inner.startswith(ours):
+            inner = stored + inner.removeprefix(ours)
+    return f"decoder.layers.{inner}", int(number)
+
+
+def _read(reader: Reader, model: Model, parameter: Parameter) -> Iterator[Tensor]:
+    """A parameter's Hugging Face tensors in their order; large ones in blocks of rows."""
+    for first, rows in model.blocks(parameter):
+        block = reader.read(parameter.place, (rows, *parameter.shape[1:]), first)
+        if len(parameter.rule.sources) == 1:
+            yield block
+        else:
+            yield from parameter.rule.split(block, model.config)
+
+
+def _shards(tensors: Sequence[Any], most: int) -> list[list[Any]]:
+    """Parameters in files of at most `most` bytes, in their order."""
+    shards: list[list[Any]] = [[]]
+    filled = 0
+    for parameter, made in tensors:
+        size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in made)
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append((parameter, made))
+        filled += size
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [_WEIGHTS]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _checkpoint_of(source: Path) -> Path:
+    root = source / "checkpoints"
+    if not root.is_dir():
+        return source
+    latest = checkpoints.latest(root)
+    if latest is None:
+        raise UserError(f"{root}: expected a checkpoint")
+    return latest
+
+
+def _origin(source: Path, description: dict[str, Any]) -> Path:
+    """The Hugging Face directory that a checkpoint's model was."""
+    if (source / "config.json").is_file():
+        return source
+    named = description.get("config", {}).get("model", {}).get("hf")
+    if named is None or not Path(named).is_dir():
+        known = f"{named}, which is not there" if named else "none"
+        raise UserError(
+            f"{source}: its model came from {known}; name a Hugging Face directory of the same "
+            "model by --like, for its configuration and tokenizer"
+        )
+    return Path(named)
+
+
+def _copy_own_tokenizer(description: dict[str, Any], target: Path) -> None:
+    """In place of the model's tokenizer, that by which it was trained, if it was another."""
+    named = description.get("config", {}).get("model", {}).get("tokenizer")
+    if named is not None and Path(named).is_dir():
+        for pattern in TOKENIZER:
+            for path in target.glob(pattern):
+                path.unlink()
+        _copy(Path(named), target, TOKENIZER)
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    config = read_json(path)
+    name = str(dtype).removeprefix("torch.")
+    config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+    _write_json(path, config)
+
+
+def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+
+
+def _record(directory: Path, source: Path, read: dict[str, str]) -> None:
+    """Note where a result came from, with the hashes of all files."""
+    written = {p.name: _hash(p) for p in sorted(directory.iterdir()) if p.name != RECORD}
+    record = {"source": str(source), "algorithm": "sha256", "read": read, "written": written}
+    _write_json(directory / RECORD, record)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _written(target: Path, size: int) -> Iterator[Path]:
+    """A directory to write into, which has the name of `target` once all is on disk.
+
+    Raises:
+        UserError: the target exists, the disk has no room for `size` bytes, or writing fails.
+    """
+    if target.exists():
+        raise UserError(f"{target}: exists; expected a name that is free")
+    unfinished = target.parent / (_UNFINISHED + target.name)
+    done = False
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a conversion that was killed
+        free = shutil.disk_usage(target.parent).free
+        if free < size + _SPARE:
+            raise UserError(
+                f"{target}: needs {size / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB are free "
+                "there"
+            )
+        unfinished.mkdir()
+        yield unfinished
+        checkpoints.flush(unfinished)
+        unfinished.rename(target)
+        checkpoints.flush(target.parent)
+        done = True
+    except (OSError, RuntimeError) as error:
+        # torch reports the failed write of a tensor as a RuntimeError.
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{target}: cannot be written: {reason}") from None
+    finally:
+        if not done:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _tell(done: int, total: int, name: str) -> None:
+    """Say on standard error how far it is: in place on a terminal, else every tenth."""
+    live = sys.stderr.isatty()
+    if not live and done * 10 // total == (done - 1) * 10 // total:
+        return
+    line = f"{done * 100 // total:3d} % {name}"
+    print(f"\r\033[K{line}" if live else line, end="" if live else "\n", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""What each rank does in the tests of predicted and realised KL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from layout_runs import backward, padded
+from reference import config_for, make_batches
+from training import make_learner, probe_of
+
+from megatron_logra import distributed
+from megatron_logra.optimizer.learner import Learner
+
+BUDGETS = (2e-5, 2e-4, 2e-3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A learner's first step at one budget."""
+
+    predicted: dict[str, float]
+    """Predicted KL at α = 1, by estimator."""
+    scaled: float
+    """Predicted KL of the step as taken."""
+    realised: float
+
+
+def table(
+    directory: Path, sections: dict[str, Any], seed: int, budgets: tuple[float, ...] = BUDGETS
+) -> list[Row]:
+    """The same first step at every budget, predicted by both estimators."""
+    return [_row(directory, sections, seed, budget) for budget in budgets]
+
+
+def _row(directory: Path, sections: dict[str, Any], seed: int, budget: float) -> Row:
+    control = {
+        "kl_budget": budget,
+        "kl_budget_final": budget,
+        # Large enough that the budget decides.
+        "update_ratio": 1e-2,
+        "realised_kl_interval": 1,
+    }
+    learner = first_learner(directory, sections | {"step_control": control}, seed)
+    assert learner.sketch is not None and learner.predictor is not None
+    sketch, predictor = learner.sketch, learner.predictor
+    generator = torch.Generator().manual_seed(seed)
+    # Fewer probe responses than data-parallel ranks have rows in some, of different lengths.
+    batches = make_batches(generator, [[60, 40, 33], [48, 58], [50, 20], [63]])
+    batches = [padded(batch, 64) for batch in batches]  # positions may be divided evenly
+    backward(learner, batches)
+    probe = probe_of(batches[0])
+    sketch.probe = probe
+    assert not sketch.prepare_grads()  # the direction is in the proxies; nothing is applied
+    with torch.no_grad():
+        predicted = {
+            "forward_ad": predictor._by_forward_mode(probe),
+            # From an expectation that is far off.
+            "finite_difference": predictor._by_differences(probe, 1e-8),
+        }
+    backward(learner, batches)  # the direction was made in the sketches' place
+    result = learner.step(probe)
+    assert result.applied and result.alpha is not None and result.alpha < 3
+    assert result.kl_predicted_scaled is not None and result.kl_realised is not None
+    assert result.kl_ratio == result.kl_realised / result.kl_predicted_scaled
+    return Row(predicted, result.kl_predicted_scaled, result.kl_realised)
+
+
+def first_learner(directory: Path, sections: dict[str, Any], seed: int) -> Learner:
+    cfg = config_for(directory, **sections)
+    return make_learner(cfg, distributed.initialize(cfg.parallel, seed))

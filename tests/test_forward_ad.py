@@ -1,0 +1,191 @@
+"""Forward-mode rules, one by one, against central differences in float64."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from megatron.core import utils
+from megatron.core.fusions import (
+    fused_bias_geglu,
+    fused_bias_gelu,
+    fused_bias_swiglu,
+    fused_softmax,
+)
+from megatron.core.tensor_parallel import layers, mappings
+
+from megatron_logra import distributed
+from megatron_logra.config import ParallelConfig
+from megatron_logra.optimizer import forward_ad as rules
+
+Tensors = Callable[..., torch.Tensor]
+Cases = dict[rules.Function, tuple[tuple[int, ...], list[Callable[..., tuple[Any, ...]]]]]
+
+
+def group_cases(group: Any) -> Cases:
+    """For each function, the shape of its input and what its other arguments may be."""
+
+    def linear_flags(sequence: bool) -> tuple[Any, ...]:
+        # gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, buffers, group, GTP
+        return (False, not sequence, sequence, None, None, group, 1)
+
+    of_group = [lambda new: (group,)]
+    shape = (4, 2, 6)
+    found: Cases = {
+        getattr(mappings, name): (shape, of_group)
+        for name in (
+            "_CopyToModelParallelRegion",
+            "_ReduceFromModelParallelRegion",
+            "_ScatterToModelParallelRegion",
+            "_GatherFromModelParallelRegion",
+            "_ScatterToSequenceParallelRegion",
+            "_GatherFromSequenceParallelRegion",
+            "_ReduceScatterToSequenceParallelRegion",
+            "_AllGatherFromTensorParallelRegion",
+            "_ReduceScatterToTensorParallelRegion",
+        )
+    }
+    return found | {
+        layers.LinearWithFrozenWeight: (
+            shape,
+            [
+                lambda new: (new(5, 6), None, True, group),
+                lambda new: (new(5, 6), new(5), True, group),
+            ],
+        ),
+        layers.LinearWithGradAccumulationAndAsyncCommunication: (
+            shape,
+            [
+                lambda new: (new(5, 6), None, *linear_flags(False)),
+                lambda new: (new(5, 6), new(5), *linear_flags(False)),
+                lambda new: (new(5, 6), new(5), *linear_flags(True)),
+            ],
+        ),
+        utils.MakeViewlessTensor: (shape, [lambda new: (False,)]),
+    }
+
+
+ACTIVATIONS: Cases = {
+    fused_bias_swiglu.SwiGLUFunction: ((7, 8), [lambda new: (False, False)]),
+    fused_bias_swiglu.BiasSwiGLUFunction: ((7, 8), [lambda new: (new(8), False, False)]),
+    fused_bias_geglu.GeGLUFunction: ((7, 8), [lambda new: ()]),
+    fused_bias_geglu.BiasGeGLUFunction: ((7, 8), [lambda new: (new(8),)]),
+    fused_bias_gelu.GeLUFunction: ((7, 8), [lambda new: (new(8),)]),
+}
+SOFTMAXES: Cases = {
+    fused_softmax.ScaledSoftmax: ((3, 2, 5, 5), [lambda new: (0.7,)]),
+    fused_softmax.ScaledMaskedSoftmax: ((3, 2, 5, 5), [lambda new: (new(3, 1, 5, 5) > 1, 0.7)]),
+    fused_softmax.ScaledUpperTriangMaskedSoftmax: ((6, 5, 5), [lambda new: (0.7,)]),
+}
+
+
+def deviations(cases: Cases, seed: int) -> list[tuple[str, float]]:
+    """For each case, how far the rule is from central differences, relative to the tangent."""
+    generator = torch.Generator().manual_seed(seed)
+    rules.install()
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    found = []
+    for function, (shape, arguments) in cases.items():
+        for make in arguments:
+            x, tangent, others, step = new(*shape), new(*shape), make(new), 1e-5
+            # A view: one of the functions takes nothing else.
+            call = lambda value: function.apply(value.clone()[:], *others)  # noqa: B023, E731
+            with torch.no_grad(), rules.forward_mode():
+                dual = forward_ad.make_dual(x.clone(), tangent.clone())
+                primal, ours = forward_ad.unpack_dual(call(dual))
+                primal = primal.clone()
+                up, down = (call(x + sign * step * tangent).clone() for sign in (1, -1))
+                assert torch.equal(primal, call(x))
+            expected = (up - down) / (2 * step)
+            assert ours is not None
+            found.append((function.__name__, float((ours - expected).norm() / expected.norm())))
+    return found
+
+
+def on_two_ranks(seed: int) -> list[tuple[str, float]]:
+    pg = distributed.initialize(ParallelConfig(tensor=2), 0)
+    return deviations(group_cases(pg.tp), seed + pg.tp.rank())
+
+
+def test_every_rule_is_tried_below() -> None:
+    assert {*group_cases(None), *ACTIVATIONS, *SOFTMAXES} == set(rules.RULES)
+
+
+def test_maps_over_tensor_parallel_ranks_follow_central_differences(ranks, generator) -> None:
+    for found in ranks.run(2, on_two_ranks, generator.seed() % 2**31):
+        assert len(found) > 12
+        for name, error in found:
+            assert error < 1e-9, name
+
+
+def test_fused_activations_follow_central_differences(generator) -> None:
+    for name, error in deviations(ACTIVATIONS, generator.seed() % 2**31):
+        # Megatron's constant for √(2/π) has eight digits, which the rule shares.
+        assert error < 1e-8, name
+
+
+@pytest.fixture
+def softmax_kernels(monkeypatch) -> None:
+    """What the CUDA extensions compute, in place of them: masked entries get no probability."""
+
+    def softmax(x: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+        z = x * scale.double().item()
+        return torch.softmax(z if mask is None else z.masked_fill(mask, -1e4), -1)
+
+    def causal(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return softmax(x, torch.ones(x.shape[-2:]).triu(1).bool(), scale)
+
+    for name, forward in (
+        ("scaled_softmax_cuda", lambda x, scale: softmax(x, None, scale)),
+        ("scaled_masked_softmax_cuda", softmax),
+        ("scaled_upper_triang_masked_softmax_cuda", causal),
+    ):
+        module = types.ModuleType(name)
+        module.forward = forward
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("softmax_kernels")
+def test_fused_softmaxes_follow_central_differences(generator) -> None:
+    for name, error in deviations(SOFTMAXES, generator.seed() % 2**31):
+        assert error < 1e-6, name  # the kernels take the scale as a float32
+
+
+class Ruleless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (Ruleless.apply, "test_forward_ad.Ruleless"),
+        (lambda x: torch.igamma(x, x), "igamma"),
+        (torch.linalg.ldl_factor, "ldl_factor"),
+    ],
+)
+def test_a_function_without_a_rule_is_an_error_that_names_it(function, name) -> None:
+    with pytest.raises(rules.MissingRule, match=name), torch.no_grad(), rules.forward_mode():
+        function(forward_ad.make_dual(torch.rand(3, 3), torch.rand(3, 3)))
+
+
+def test_a_compiled_function_keeps_its_tangent(generator) -> None:
+    compiled = torch.compile(lambda x: x * torch.sigmoid(x))
+    x, tangent = (torch.randn(9, dtype=torch.float64, generator=generator) for _ in range(2))
+    with torch.no_grad(), rules.forward_mode():
+        found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, tangent))).tangent
+    sigmoid = torch.sigmoid(x)
+    torch.testing.assert_close(found, tangent * sigmoid * (1 + x * (1 - sigmoid)))

@@ -1,0 +1,180 @@
+"""Separate rollout workers give the colocated run, keep a bounded lag, and survive their deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny_config
+
+from megatron_logra.config import Config, config_from_dict, dump_yaml
+from megatron_logra.errors import UserError
+from megatron_logra.metrics import read_metrics
+
+TESTS = Path(__file__).parent
+SPEC = {"num_layers": 2, "hidden_size": 32, "vocab_size": 260, "init_method_std": 0.1}
+SEPARATE = {"placement": "separate", "sync": "sketch"}
+FREE = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "sync/")
+
+
+def config_for(run_dir: Path, function: str = "Letters", **sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "sketch": {"rank": 8},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"batch_size": 5, "sampling": {"max_tokens": 5, "stop": list("ABCDEFGH")}},
+        "train": {"steps": 4, "prompts_per_step": 3, "responses_per_prompt": 4}
+        | {"micro_batch_size": 4},
+        "step_control": {"probe_responses": 3, "realised_kl_interval": 0, "factor_dtype": "fp32"}
+        | {"update_ratio": 0.05, "kl_budget": 0.1, "kl_budget_final": 0.1},
+        "eval": {"problems": 5, "interval": 2},
+        "checkpoint": {"interval": 2, "keep": 2},
+        "logging": {"run_dir": str(run_dir), "tensorboard": False},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    config = tiny_config(SPEC, **base)
+    environment = {"kind": "python", "function": f"trainer_environments:{function}"}
+    return Config.model_validate({**config.model_dump(), "environment": environment})
+
+
+def start(config: Config, *arguments: str) -> subprocess.Popen[str]:
+    run_dir = Path(config.logging.run_dir)
+    file = run_dir.parent / f"{run_dir.name}.yaml"
+    file.write_text(dump_yaml(config))
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_logra", "train", str(file), *arguments],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+        | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 240) -> str:
+    try:
+        _, said = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return said
+
+
+def assert_same_records(run_dir: Path, reference: Path) -> None:
+    records, expected = read_metrics(run_dir), read_metrics(reference)
+    assert len(records) == len(expected) == 4
+    for record, other in zip(records, expected, strict=True):
+        for key, value in other.items():
+            if not key.startswith(FREE):
+                wanted = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
+                assert record[key] == wanted, (record["step"], key)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("colocated") / "run"
+    finish(start(config_for(run_dir)))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("workers", "sync"), [({"count": 2}, "sketch"), ({"tensor": 2}, "sketch"), ({}, "dense")]
+)
+def test_the_on_policy_run_is_the_colocated_one(workers, sync, colocated, tmp_path):
+    run_dir = tmp_path / "run"
+    rollout = {**SEPARATE, "sync": sync, "workers": workers, "audit_interval": 1}
+    config = config_for(run_dir, rollout={**config_for(run_dir).rollout.model_dump(), **rollout})
+    finish(start(config))
+    assert_same_records(run_dir, colocated)
+    for record in read_metrics(run_dir):
+        assert record["rollout/lag"] == record["rollout/stale"] == 0
+        assert record["sync/bytes"] > 0 and record["sync/version"] == record["step"] + 1
+        if sync == "sketch" and record["step"] and workers != {"tensor": 2}:
+            assert record["sync/drift_max"] == 0
+
+
+def test_a_resumed_trainer_brings_the_workers_to_its_version(colocated, tmp_path):
+    run_dir = tmp_path / "run"
+    rollout = config_for(run_dir).rollout.model_dump() | SEPARATE
+    first = config_for(run_dir, rollout=rollout)
+    finish(start(first, "train.steps=2"))
+    finish(start(first, "--resume"))
+    assert_same_records(run_dir, colocated)
+
+
+def rollout_pids(launcher: int) -> list[int]:
+    """Process ids of the launcher's rollout workers."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, command in commands.items() if b"rollout-worker" in command]
+
+
+def test_an_asynchronous_run_keeps_its_lag_and_outlives_a_worker(tmp_path):
+    """200 steps with random delays of scoring, and one of two workers killed on the way."""
+    run_dir, steps = tmp_path / "run", 200
+    rollout = config_for(run_dir).rollout.model_dump() | SEPARATE
+    rollout |= {"max_lag": 2, "workers": {"count": 2}, "refresh_interval": 20}
+    config = config_for(
+        run_dir,
+        "Delayed",
+        rollout=rollout,
+        train={"steps": steps, "prompts_per_step": 2, "responses_per_prompt": 2},
+        eval={"at_start": False, "at_end": False, "interval": 0},
+        checkpoint={"interval": 0},
+    )
+    process = start(config)
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 180
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 20):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    killed = rollout_pids(process.pid)[0]
+    os.kill(killed, signal.SIGKILL)
+    said = finish(process)
+    assert "ended with exit code -9; started again (1 of 3)" in said
+    records = read_metrics(run_dir)
+    assert [record["step"] for record in records] == list(range(steps))
+    assert all(record["rollout/lag"] <= 2 and record["rollout/stale"] == 0 for record in records)
+    assert max(record["rollout/lag"] for record in records) == 2
+    versions = [record["sync/version"] for record in records]
+    applied = [1 - record["train/skipped"] for record in records]
+    assert versions == [sum(applied[: i + 1]) for i in range(steps)]
+    assert not list((run_dir / "exchange").glob("run_*/request_*")), "a request was never answered"
+
+
+def test_a_worker_that_always_dies_ends_the_run_with_the_reason(tmp_path):
+    rollout = config_for(tmp_path / "run").rollout.model_dump() | SEPARATE
+    rollout |= {"workers": {"restarts": 0}}
+    config = config_for(tmp_path / "run", rollout=rollout, train={"steps": 5000})
+    process = start(config)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(rollout_pids(process.pid)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rollout-worker" in said and "so the run ends" in said
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"placement": "separate"}, "rollout.sync: expected shared with"),
+        ({"sync": "sketch"}, "rollout.sync: expected shared with"),
+        ({"max_lag": 1}, "rollout.max_lag: more than 0 needs rollout.placement=separate"),
+        ({**SEPARATE, "workers": {"count": 0}}, "rollout.workers.count"),
+    ],
+)
+def test_impossible_placements_are_one_line(section, words, tmp_path):
+    data = config_for(tmp_path).model_dump()
+    data["rollout"] |= section
+    with pytest.raises(UserError, match=words) as raised:
+        config_from_dict(data)
+    assert "\n" not in str(raised.value)
