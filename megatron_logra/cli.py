@@ -100,10 +100,25 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the run directory's latest checkpoint"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build every rank in turn without memory, check it, write the plan, and train nothing",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks of a dry run; default: --nproc, or as few as the parallel section takes",
+    )
     args = parser.parse_intermixed_args(argv)
     starts_ranks = _starts_ranks(args)
+    if args.ranks is not None and (not args.dry_run or args.ranks < 1):
+        raise UserError(f"--ranks {args.ranks}: expected a number of ranks, with --dry-run")
     config = load_config(args.config, args.overrides)
     require_trainable(config)
+    if args.dry_run:
+        return _dry_run(config, args.ranks or (args.nproc if args.nproc > 1 else None))
     separate = config.rollout.placement == "separate" and not launcher.is_rank()
     if starts_ranks or separate:
         helpers = _rollout_workers(config, args) if separate else []
@@ -116,6 +131,16 @@ def train(argv: Sequence[str]) -> int:
         told = _told(trainer.run(config, resume=args.resume))
     if os.environ.get("RANK", "0") == "0":
         print(told)
+    return 0
+
+
+def _dry_run(config: Config, ranks: int | None) -> int:
+    from megatron_logra import platform
+
+    platform.install()
+    from megatron_logra import dry_run
+
+    dry_run.run(config, ranks)
     return 0
 
 

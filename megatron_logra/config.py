@@ -373,6 +373,11 @@ class LoggingConfig(Section):
     """The run directory."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    wandb: str | None = None
+    """Project of Weights & Biases, to which metrics then go, too: offline (in `wandb/`), unless the
+    environment's WANDB_MODE says otherwise."""
+    telemetry_interval_s: float = Field(1.0, gt=0)
+    """Seconds between two samples of host memory and GPU."""
     rollouts_per_step: int = Field(4, ge=0)
     """Sampled texts written to `rollouts/` each step."""
     rollouts_kept: int = Field(200, ge=1)

@@ -57,6 +57,13 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
             supported.
     """
     join(parallel)
+    return make_groups(parallel, seed)
+
+
+def make_groups(
+    parallel: ParallelConfig, seed: int, *, gloo: bool = True
+) -> ProcessGroupCollection:
+    """`initialize`, once the ranks have joined; `gloo`: whether to make gloo groups beside them."""
     if not _has_groups_of(parallel):
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -67,6 +74,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             num_distributed_optimizer_instances=parallel.optimizer_instances,
+            create_gloo_process_groups=gloo,
             distributed_timeout_minutes=parallel.timeout_s / 60,  # type: ignore[arg-type]
         )
     torch.manual_seed(seed)

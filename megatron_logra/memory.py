@@ -60,5 +60,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes behind these tensors, each storage once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    # By the storage itself, and not its address: a dry run's tensors have none.
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_logra.errors import UserError
+from megatron_logra.wandb_log import WandbLog
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -106,6 +107,11 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("sync/seconds", "s", "of the trainer, to send them"),
     Metric("sync/version", "count", "policy version of the rollout workers"),
     Metric("sync/drift_max", "weight", "largest difference to the trainer's weights"),
+    Metric("host/rss_bytes", "bytes", "highest resident memory of a rank and its scorers"),
+    Metric("host/memory_used", "fraction", "of the machine's memory, by everything on it; highest"),
+    Metric("gpu/memory_bytes", "bytes", "highest memory in use on a GPU, by NVML"),
+    Metric("gpu/power_w", "W", "mean power of a GPU in the step; of the rank with most"),
+    Metric("gpu/utilisation", "fraction", "of the step in which a GPU ran something; likewise"),
 )
 """Every key, but for `eval/*` and `reward/ENVIRONMENT/*`, whose names the run decides."""
 
@@ -179,13 +185,20 @@ class MetricsWriter:
     once.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        tensorboard: bool = True,
+        start_step: int = 0,
+        wandb: WandbLog | None = None,
+    ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = start_step - 1
         if self.path.exists():
             self._drop_from(start_step)
         self._file = self.path.open("a", encoding="utf-8")
+        self._wandb = wandb
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -225,6 +238,8 @@ class MetricsWriter:
                 if key != "step" and number is not None:
                     self._board.add_scalar(key, number, step)
             self._board.flush()
+        if self._wandb is not None:
+            self._wandb.write(step, record)
         return record
 
     def close(self) -> None:
@@ -233,6 +248,9 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"context": 2}),
 }
 SPEC = {"num_layers": 4, "hidden_size": 32, "vocab_size": 261, "init_method_std": 0.1}
-VARIES = ("time/", "rollout/tokens_per_s", "memory/", "comm/")
+VARIES = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "host/", "gpu/")
 
 
 def config_for(run_dir: Path, **sections: dict[str, Any]) -> Config:

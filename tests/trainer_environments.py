@@ -13,9 +13,10 @@ class Letters:
     Args:
         reward: `early`; `equal` for all; or `text`, which is no number.
         long: characters added to one question in twenty.
+        pause: seconds that scoring a response takes.
     """
 
-    def __init__(self, reward: str = "early", long: int = 0) -> None:
+    def __init__(self, reward: str = "early", long: int = 0, pause: float = 0.0) -> None:
         letters = "abcdefghijklmnopqrstuvwxyz"
         self.problems = [
             {"question": f"{a}{b}?", "answer": a, "response": f"{a}{b} {b}{a}"}
@@ -25,8 +26,10 @@ class Letters:
         for problem in self.problems[::20]:
             problem["question"] += "!" * long
         self.reward = reward
+        self.pause = pause
 
     def score(self, problem: dict[str, Any], text: str) -> Any:
+        time.sleep(self.pause)
         if self.reward == "text":
             return "high"
         if self.reward == "equal":

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron_logra import attempts, distributed, memory, platform, stopping, telemetry
 from megatron_logra import checkpoint as checkpoints
-from megatron_logra import distributed, memory, platform
 from megatron_logra.background_save import BackgroundSave
 from megatron_logra.config import Config, dump_yaml, require_trainable
 from megatron_logra.errors import StopRequested, UserError
@@ -46,6 +46,7 @@ from megatron_logra.rl.environments import Mixture, Problem, build_environment
 from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
 from megatron_logra.rl.workers import Workers
+from megatron_logra.wandb_log import WandbLog
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -66,7 +67,7 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
     Raises:
         UserError: the configuration or a file is wrong. What was trained before it turned out has
             been saved.
-        StopRequested: SIGTERM or SIGUSR1 asked for it; a checkpoint has been saved.
+        StopRequested: SIGTERM, SIGUSR1 or the job's end asked for it; a checkpoint has been saved.
         RuntimeError: too many steps in a row failed; a checkpoint has been saved.
     """
     require_trainable(config)
@@ -78,6 +79,8 @@ def run(config: Config, *, resume: bool = False) -> dict[str, Any]:
         stack.callback(environment.close)
         distributed.first(environment.check)
         distributed.first(lambda: make_run_dir(run_dir))
+        if distributed.rank() == 0:
+            stack.enter_context(attempts.recorded(run_dir, _step_of(source)))
         trainer = Trainer(config, environment, source)
         if distributed.rank() == 0:
             (run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
@@ -119,8 +122,14 @@ class Trainer:
         self._saved_step = 0
         self._background: BackgroundSave | None = None
         self._reason = ""
+        self.deadline = stopping.Deadline(
+            distributed.first(stopping.job_end),
+            stopping.job_end,
+            self.learner.memory_bytes()["static"],
+        )
         if source is not None:
             self._restore(source)
+        self.telemetry = telemetry.Telemetry(config.logging.telemetry_interval_s)
         self.workers = (
             Workers(config, self.learner) if config.rollout.placement == "separate" else None
         )
@@ -148,6 +157,7 @@ class Trainer:
         with (
             self.workers or nullcontext(),
             self.progress,
+            self.telemetry,
             self._open_metrics() as writer,
             _stop_requests() as requested,
         ):
@@ -167,7 +177,9 @@ class Trainer:
                 state.data_position += config.train.prompts_per_step
                 state.step += 1
                 last = state.step == config.train.steps
-                stop = distributed.any_rank(requested.is_set())
+                self.deadline.step_took(time.perf_counter() - begun)
+                out_of_time = distributed.rank() == 0 and not last and self.deadline.reached()
+                stop = distributed.any_rank(requested.is_set() or out_of_time)
                 if last and config.eval.at_end:
                     try:
                         after = self._evaluate(record)
@@ -189,7 +201,8 @@ class Trainer:
                         f"{self._reason}; see train.max_skipped_in_a_row"
                     )
                 if stop and not last:
-                    raise StopRequested(f"stopped after step {state.step}, saved {path}")
+                    why = f": {self.deadline.reason()}" if out_of_time else ""
+                    raise StopRequested(f"stopped after step {state.step}, saved {path}{why}")
         return {
             "run_dir": str(self.run_dir),
             "steps": state.step,
@@ -499,12 +512,19 @@ class Trainer:
         return {key: None for key in keys if key != "step" and key.split("/")[0] not in absent}
 
     def _account(self, record: Record) -> None:
-        """Memory and communication of the rank with most of it."""
+        """Memory, communication and telemetry of the rank with most of it."""
         learner = self.learner
         own = {f"memory/{kind}_bytes": size for kind, size in learner.memory_bytes().items()}
         own["memory/peak_bytes"] = memory.peak_bytes()
         own |= {f"comm/{kind}_bytes": size for kind, size in learner.comm_bytes().items()}
-        record |= _largest(distributed.each(lambda: own))
+        taken = self.telemetry.take()
+        every = distributed.each(lambda: (own, taken))
+        record |= _largest([sizes for sizes, _ in every])
+        by_rank = [values for _, values in every]
+        for key in dict.fromkeys(key for values in by_rank for key in values):
+            record[key] = max(values[key] for values in by_rank if key in values)
+        if distributed.rank() == 0:
+            telemetry.write(self.run_dir, self.state.step, by_rank)
 
     def _open_metrics(self) -> AbstractContextManager[MetricsWriter | None]:
         """The metrics file, without records of steps that come again; None if not ours to write."""
@@ -514,11 +534,17 @@ class Trainer:
         path = self.run_dir / METRICS_FILE
         written = [r["step"] for r in read_metrics(self.run_dir)] if path.exists() else []
         if unwritten is None or step - 1 in written:
-            return MetricsWriter(self.run_dir, self.config.logging.tensorboard, step)
+            return self._writer(step)
         # Killed after the save and before the record of its step was written.
-        writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard, step - 1)
+        writer = self._writer(step - 1)
         writer.write(step - 1, unwritten)
         return writer
+
+    def _writer(self, step: int) -> MetricsWriter:
+        settings, wandb = self.config.logging, None
+        if settings.wandb is not None:
+            wandb = WandbLog(self.run_dir, settings.wandb, self.config.model_dump())
+        return MetricsWriter(self.run_dir, settings.tensorboard, step, wandb)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -582,6 +608,7 @@ class Trainer:
         if isinstance(saved, BackgroundSave):
             self._background = saved
             return None
+        self.deadline.save_took(time.perf_counter() - started)
         return saved
 
     def _restore(self, path: Path) -> None:
@@ -634,6 +661,7 @@ def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
     """The checkpoint to go on from; refuses to write over another run."""
     if resume:
         source = checkpoints.latest(run_dir / CHECKPOINTS)
+        attempts.check(run_dir, _step_of(source))
         if source is None:
             print(f"{run_dir}: no checkpoint yet; starting from the first step")
         return source
@@ -645,7 +673,13 @@ def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
             f"logging.run_dir: {run_dir} already holds a run; go on with it by --resume, or give "
             "another directory"
         )
+    (run_dir / attempts.ATTEMPTS_FILE).unlink(missing_ok=True)
     return None
+
+
+def _step_of(source: Path | None) -> int:
+    """Completed steps of a checkpoint; 0 without one."""
+    return int(checkpoints.read_description(source, verified=True)["step"]) if source else 0
 
 
 def _sample(rollout: Rollout, advantage: float) -> Sample:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -117,7 +117,10 @@ class WorkerProcess:
         environment = dict(os.environ, PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
         # The user's modules may lie in the working directory, as with `python -m`.
         environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
-        with theirs:
+        # Slurm sends a request to stop to every process of a job; it is for the trainer, which ends
+        # its step first. A blocked signal stays blocked in the child.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        with theirs, _signals_restored(former):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START_CODE.format(module=__name__), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -154,6 +157,14 @@ class WorkerProcess:
         if kind == "user_error":
             raise UserError(f"{self._label}: {value}")
         return Failure(value) if kind == "failure" else value
+
+
+@contextlib.contextmanager
+def _signals_restored(mask: Iterable[int]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
