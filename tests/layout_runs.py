@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ def train(
     load: Path | None = None,
     save: Path | None = None,
     poison: int | None = None,
+    activations: bool = False,
 ) -> Trajectory:
     """Run updates `first` … `first + updates - 1` of the fixed data under a layout.
 
@@ -50,6 +53,7 @@ def train(
         load: checkpoint to start from.
         save: root directory in which to save afterwards.
         poison: update in which the last rank's sketch gets a NaN.
+        activations: it is its last layer's output that does, in the backward passes' forward.
     """
     cfg = config_for(directory, **sections)
     pg = distributed.initialize(cfg.parallel, 0)
@@ -64,8 +68,10 @@ def train(
         batches = make_batches(generator, [[18, 9], [12, 20], [6, 32], [8, 28]])
         if pg.cp.size() > 1:  # positions are divided evenly
             batches = [padded(batch, -(-batch.tokens.shape[1] // 8) * 8) for batch in batches]
-        backward(learner, batches)
-        if poison == update and dist.get_rank() == dist.get_world_size() - 1:
+        poisoned = poison == update and dist.get_rank() == dist.get_world_size() - 1
+        with _nan_output(learner) if poisoned and activations else nullcontext():
+            backward(learner, batches)
+        if poisoned and not activations:
             assert learner.sketch is not None
             target, span = learner.sketch.capture.targets[0], learner.sketch._spans[0]
             target.sketch[span.start if span.stop > span.start else 0, 0] = float("nan")
@@ -73,6 +79,24 @@ def train(
     if save is not None:
         checkpoint.save(save, first + updates, _state(learner, False), {}, keep=9)
     return Trajectory(steps, whole_weights(learner), learner.memory_bytes())
+
+
+@contextmanager
+def _nan_output(learner: Learner) -> Iterator[None]:
+    """The output of this rank's last layer has a NaN."""
+
+    def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
+        hidden, *rest = output
+        spoiled = hidden.clone()
+        spoiled.view(-1)[0] = float("nan")
+        return (spoiled, *rest)
+
+    layer = learner.chunks[-1].module.decoder.layers[-1]
+    handle = layer.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def train_and_save(directory: Path, sections: dict[str, Any], root: Path) -> None:

@@ -205,7 +205,17 @@ def test_fp32_masters_are_divided_over_data_parallel_ranks(ranks, directory):
 def test_one_ranks_nan_skips_the_step_on_all(layout, ranks, directory, references):
     size, parallel = LAYOUTS[layout]
     sections = {**FP32, "parallel": parallel}
-    runs = ranks.run(size, _train_poisoned, directory, sections)
+    assert_skipped_by_all(ranks.run(size, _train_poisoned, directory, sections))
+
+
+@pytest.mark.parametrize("layout", ["tp2-sequence", "dp2", "pp2", "cp2"])
+def test_one_ranks_nan_activation_skips_the_step_on_all(layout, ranks, directory):
+    size, parallel = LAYOUTS[layout]
+    sections = {**FP32, "parallel": parallel}
+    assert_skipped_by_all(ranks.run(size, _train_poisoned, directory, sections, True))
+
+
+def assert_skipped_by_all(runs: list[Trajectory]) -> None:
     for run in runs:
         assert [step["applied"] for step in run.steps] == [True, False, True]
         assert run.steps[1]["reason"] == "a sketch is not finite"
@@ -214,8 +224,10 @@ def test_one_ranks_nan_skips_the_step_on_all(layout, ranks, directory, reference
         assert weight.isfinite().all()
 
 
-def _train_poisoned(directory: Path, sections: dict[str, Any]) -> Trajectory:
-    return train(directory, sections, 3, poison=1)
+def _train_poisoned(
+    directory: Path, sections: dict[str, Any], activations: bool = False
+) -> Trajectory:
+    return train(directory, sections, 3, poison=1, activations=activations)
 
 
 SIX = ["one", "tp2-sequence", "dp2-buckets", "tp2-dp2", "pp2-interleaved", "cp2"]
