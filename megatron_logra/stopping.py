@@ -1,4 +1,4 @@
-"""When a run has to stop by itself: its job's time is over before another step would be saved.
+"""When a run has to stop: on request, or because its job ends before another step would be saved.
 
 The batch system kills a job at its end time, whatever it is doing. How long a step and a save take
 is measured as the run goes on, so the last step that still fits is the last one that is begun. The
@@ -10,10 +10,13 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from megatron_logra.errors import UserError
 
@@ -129,3 +132,19 @@ def _parse(told: str) -> float | None:
         return datetime.datetime.fromisoformat(told).timestamp()
     except ValueError:
         return None
+
+
+@contextmanager
+def requests() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGUSR1 set, so that the step they come in is finished first."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals only ever reach the main thread
+        return
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    former = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -196,6 +196,12 @@ def total(
     return sums, sorted(bad)
 
 
+def ratio(sums: dict[str, float], name: str, over: str = "tokens") -> float | None:
+    """The mean that two of `total`'s sums make; None if there is none."""
+    count = sums.get(over, 0.0)
+    return sums[name] / count if name in sums and count else None
+
+
 def token_logprobs(
     hidden: Tensor,
     logits_fn: LogitsFn,

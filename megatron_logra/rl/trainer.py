@@ -11,11 +11,9 @@ decided, from a step's success to a stop, is decided alike on all; the first ran
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +32,14 @@ from megatron_logra.metrics import (
     make_run_dir,
     read_metrics,
 )
-from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.stages import through_stages
 from megatron_logra.optimizer.learner import Learner, StepResult
 from megatron_logra.optimizer.predicted_kl import ProbeBatch
 from megatron_logra.progress import Progress
 from megatron_logra.rl import evaluate, losses, rollouts
 from megatron_logra.rl.advantages import RunningBaseline, advantages
-from megatron_logra.rl.batch import MicroBatch, Sample, micro_batches, probe_batch
+from megatron_logra.rl.batch import Sample, micro_batches, probe_batch
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
+from megatron_logra.rl.passes import Passes
 from megatron_logra.rl.policy import build_policy, join_ranks
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
 from megatron_logra.rl.workers import Workers
@@ -143,6 +140,7 @@ class Trainer:
         self.sft = config.algorithm.name == "sft"
         self._held_out: list[Problem] | None = None
         self.progress = Progress(config.train.steps, self.state.step, silent=distributed.rank() > 0)
+        self.passes = Passes(self.policy, self.progress)
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class Trainer:
             self.progress,
             self.telemetry,
             self._open_metrics() as writer,
-            _stop_requests() as requested,
+            stopping.requests() as requested,
         ):
             if self.workers is not None:
                 self.workers.engine.stop_requested = requested.is_set
@@ -315,15 +313,15 @@ class Trainer:
             return None
         started = time.perf_counter()
         self.learner.zero_grad()
-        sums, bad = self._forward_backward(batches)
+        sums, bad = self.passes.train(self.learner, batches)
         record["time/forward_backward_s"] = time.perf_counter() - started
-        mismatch = _ratio(sums, "mismatch", "mismatch_tokens")
+        mismatch = losses.ratio(sums, "mismatch", "mismatch_tokens")
         record |= {
-            "train/loss": _ratio(sums, "loss"),
+            "train/loss": losses.ratio(sums, "loss"),
             "policy/mismatch": mismatch,
-            "policy/entropy": _ratio(sums, "entropy"),
-            "policy/clipped": _ratio(sums, "clipped"),
-            "policy/importance_truncated": _ratio(sums, "truncated"),
+            "policy/entropy": losses.ratio(sums, "entropy"),
+            "policy/clipped": losses.ratio(sums, "clipped"),
+            "policy/importance_truncated": losses.ratio(sums, "truncated"),
             "policy/logprob_clamped": sums.get("clamped"),
         }
         if bad:
@@ -368,56 +366,6 @@ class Trainer:
         else:
             self._failed(result.reason or "the optimizer refused")
         return result
-
-    def _forward_backward(self, batches: list[MicroBatch]) -> tuple[dict[str, float], list[int]]:
-        """Run this rank's micro-batches through Megatron's schedule.
-
-        Returns:
-            Sums over the loss-carrying tokens of the global batch by name, and the places of its
-            samples that are not finite.
-        """
-        done, passes = 0, len(batches) * len(self.learner.chunks)
-
-        def forward_step(data: Iterator[MicroBatch], chunk: torch.nn.Module) -> Any:
-            nonlocal done
-            self.progress.phase("train", done, passes)
-            done += 1
-            return self._forward(self._own(next(data)))(chunk), _as_is
-
-        reports = self.learner.forward_backward(
-            forward_step, batches, max(batch.tokens.shape[1] for batch in batches)
-        )
-        return self._over_ranks(reports, batches)
-
-    def _own(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's positions of a micro-batch, on its device."""
-        return batch.own_share(self.policy.pg.cp).to(platform.device())
-
-    def _forward(self, batch: MicroBatch) -> Callable[[torch.nn.Module], Any]:
-        """Runs a model chunk on a micro-batch, to the loss if it is the last one."""
-        return lambda chunk: forward_head(
-            chunk, batch.tokens, batch.position_ids, self._head(batch)
-        )
-
-    def _over_ranks(
-        self, reports: list[losses.LossReport], batches: list[MicroBatch]
-    ) -> tuple[dict[str, float], list[int]]:
-        """`losses.total` over the global batch, the same on every rank."""
-        # Only the last pipeline stage has losses.
-        sums, bad = losses.total(reports, batches) if reports else ({}, [])
-        # Ranks that hold the model together have computed the same sums; they count once.
-        own = (sums if self.policy.first_of_replica else {}, bad)
-        every = distributed.each(lambda: own)
-        names = dict.fromkeys(name for sums, _ in every for name in sums)
-        whole = {name: sum(sums.get(name, 0.0) for sums, _ in every) for name in names}
-        return whole, sorted({place for _, bad in every for place in bad})
-
-    def _head(self, batch: MicroBatch) -> Any:
-        algorithm, tp_group = self.config.algorithm, self.policy.pg.tp
-        if self.sft:
-            return losses.sft_head(batch, algorithm, tp_group)
-        temperature = self.config.rollout.sampling.temperature
-        return losses.policy_head(batch, algorithm, temperature, tp_group)
 
     def _failed(self, reason: str) -> None:
         self._reason = reason
@@ -464,7 +412,8 @@ class Trainer:
             )
         found = {}
         if self.sft:
-            record["eval/loss"] = self._held_out_loss(self._held_out)
+            samples = [self._target(problem) for problem in self._held_out]
+            record["eval/loss"] = self.passes.mean_loss(samples)
         else:
             found = evaluate.accuracies(
                 self.maker,
@@ -479,33 +428,6 @@ class Trainer:
         record["time/eval_s"] = (record["time/eval_s"] or 0.0) + spent
         self.progress.skip_time()
         return found
-
-    @torch.no_grad()
-    def _held_out_loss(self, problems: list[Problem]) -> float | None:
-        """Mean loss per token of the responses of held-out problems, nats."""
-        samples = [self._target(problem) for problem in problems]
-        size, pad_id = self.config.train.micro_batch_size, self.policy.tokenizer.pad_id
-        reports: list[losses.LossReport] = []
-        for chunk in self.policy.chunks:
-            chunk.eval()
-        batches = micro_batches(
-            samples,
-            size,
-            pad_id,
-            length_multiple=self.policy.length_multiple,
-            share=self.policy.data_rank,
-        )
-        for batch in map(self._own, batches):
-            self.progress.phase("eval", len(reports), len(batches))
-            rows, length = batch.tokens.shape
-            loss = through_stages(
-                self.policy.chunks, self.policy.pg, self._forward(batch), (rows, length)
-            )
-            if loss is not None:
-                reports.append(loss[2])
-        for chunk in self.policy.chunks:
-            chunk.train()
-        return _ratio(self._over_ranks(reports, batches)[0], "loss")
 
     # --- accounts ---------------------------------------------------------------------------
 
@@ -696,16 +618,6 @@ def _sample(rollout: Rollout, advantage: float) -> Sample:
     )
 
 
-def _as_is(loss: losses.Loss) -> losses.Loss:
-    """Megatron's loss function: the head has done its work."""
-    return loss
-
-
-def _ratio(sums: dict[str, float], name: str, over: str = "tokens") -> float | None:
-    count = sums.get(over, 0.0)
-    return sums[name] / count if name in sums and count else None
-
-
 def _largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
     """The largest value of each key over the ranks."""
     return {key: max(own[key] for own in by_rank) for key in by_rank[0]}
@@ -724,19 +636,3 @@ def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
             yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif old != new:
         yield f"{key} {old} → {new}"
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGUSR1 set, so that the step they come in is finished first."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals only ever reach the main thread
-        return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    former = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
