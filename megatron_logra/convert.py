@@ -30,7 +30,7 @@ from megatron_logra import checkpoint as checkpoints
 from megatron_logra.config import config_from_dict
 from megatron_logra.errors import UserError
 from megatron_logra.model import torch_dist_io
-from megatron_logra.model.families import Rule, family_of, rules
+from megatron_logra.model.families import Rule, family_of, rules, text_config
 from megatron_logra.model.gpt import GPTArguments, transformer_config
 from megatron_logra.model.huggingface import Checkpoint, check_names, read_config, read_json
 from megatron_logra.model.identity import describe
@@ -283,7 +283,7 @@ def _copy_own_tokenizer(description: dict[str, Any], target: Path) -> None:
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = read_json(path)
+    config = text_config(read_json(path))  # what is exported knows no images
     name = str(dtype).removeprefix("torch.")
     config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
     _write_json(path, config)

@@ -126,7 +126,7 @@ def _start(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     return [
         subprocess.Popen(
@@ -231,7 +231,7 @@ def _say(text: str) -> None:
     print(f"megatron-logra: {text}", file=sys.stderr, flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nothing uses, below those that systems give to outgoing connections.
 
     The first rank only listens on it seconds later.

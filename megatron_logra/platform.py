@@ -29,6 +29,7 @@ LITERAL_CUDA = (
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.resharding.copy_services.gloo_copy_service",
     "megatron.core.transformer.utils",
     "megatron.core.utils",
     "megatron.core.dist_checkpointing.exchange_utils",
@@ -103,6 +104,13 @@ class _NoStream:
 
     def wait_stream(self, _stream: _NoStream) -> None:
         """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _torch_on_cpu() -> ModuleType:

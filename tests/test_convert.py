@@ -74,6 +74,58 @@ def test_there_and_back_is_bit_equal(family, tied, tmp_path, generator):
     assert after == before
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_text_part_of_an_image_model_becomes_a_text_model(in_memory, tmp_path, generator):
+    """Gemma 3 as it is published: what sees images is left out, and the rest is as it was."""
+    text = reference("gemma3", generator, tie_word_embeddings=True)
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=1
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config)
+    language = whole.model.language_model
+    language.load_state_dict(text.model.state_dict())
+    whole.save_pretrained(tmp_path / "hf")
+    if in_memory:  # as the modules are called; the published files have other names
+        (path,) = (tmp_path / "hf").glob("*.safetensors")
+        published = load_file(path)
+        assert all(not name.startswith("model.") for name in published)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}
+            | {"lm_head.weight": language.embed_tokens.weight.detach().clone()},
+            path,
+            {"format": "pt"},
+        )
+    from_hf(tmp_path / "hf", tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert config_of(tmp_path / "back")["architectures"] == ["Gemma3ForCausalLM"]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert isinstance(exported, transformers.Gemma3ForCausalLM)
+    tokens = torch.randint(131, (2, 40), generator=generator)
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, text(tokens).logits)
+    cfg = config_from_dict(
+        {
+            "model": {"hf": str(tmp_path / "hf"), "tokenizer": "bytes"},
+            "train": {"precision": "fp32", "seq_length": 64},
+        }
+    )
+    tconfig, arguments = transformer_config(cfg)
+    model = build_model(tconfig, arguments, distributed.initialize(ParallelConfig(), 0))
+    load_hf_weights(tmp_path / "hf", model)
+    back = dict(named_parameters(model))
+    other = build_model(tconfig, arguments, distributed.initialize(ParallelConfig(), 0))
+    load_hf_weights(tmp_path / "back", other)
+    assert all(torch.equal(parameter, back[name]) for name, parameter in named_parameters(other))
+
+
 def test_types_and_shards_are_kept_or_changed_on_request(tmp_path, generator):
     model = reference("qwen3", generator).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size="30KB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -178,3 +179,30 @@ def test_impossible_placements_are_one_line(section, words, tmp_path):
     with pytest.raises(UserError, match=words) as raised:
         config_from_dict(data)
     assert "\n" not in str(raised.value)
+
+
+def test_a_trainer_that_waits_for_a_dead_worker_stops_on_request(tmp_path):
+    """A trainer alone: nobody answers, and SIGTERM still saves and ends it."""
+    rollout = config_for(tmp_path / "run").rollout.model_dump() | SEPARATE
+    config = config_for(tmp_path / "run", rollout=rollout, eval={"at_start": False})
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_yaml(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_logra", "train", str(file)],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "RANK": "0"}
+        | {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "exchange").glob("run_*/request_*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped while rollout workers were at work" in said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,19 @@ def test_a_bf16_receiver_drifts_where_an_exact_one_does_not(directory, tmp_path,
             assert found is not None and found.compared
             drift[follower.name] = max(drift[follower.name], found.largest)
     assert drift["fp32"] == 0.0 < drift["bf16"]
+
+
+def test_the_benchmark_measures_every_way_of_one_size(tmp_path):
+    root = Path(__file__).resolve().parents[1]
+    file = tmp_path / "sync.json"
+    command = [sys.executable, str(root / "tools" / "bench_sync.py"), "--json", str(file)]
+    subprocess.run(
+        [*command, "--hidden", "128", "--layers", "1"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
+    (row,) = json.loads(file.read_text())["measured"]
+    assert row["sketch_bytes"] < row["target_bytes"] < row["refresh_bytes"]
+    assert all(row[f"{way}_s"] > 0 for way in ("dense_files", "gloo_broadcast", "resharding"))

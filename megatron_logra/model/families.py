@@ -281,6 +281,52 @@ FAMILIES: dict[str, Family] = {
 """By the name in config.json. SmolLM2 and Qwen2.5 are a Llama and a Qwen2 by that name."""
 
 
+IMAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+}
+"""Models of images and text whose text part is a family: its name, and the values that transformers
+(5.x) takes where its `text_config` does not say them."""
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+
+
+def is_image_model(hf: dict[str, Any]) -> bool:
+    """Whether a config.json describes a model of images and text."""
+    return (hf.get("architectures") or ["none"])[0] in IMAGE_MODELS
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's part about the language model, as that of a model of text alone."""
+    if not is_image_model(hf):
+        return hf
+    name, defaults = IMAGE_MODELS[hf["architectures"][0]]
+    general = {key: hf[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in hf}
+    return {**defaults, **general, **(hf.get("text_config") or {}), "architectures": [name]}
+
+
+def text_name(name: str) -> str | None:
+    """What a tensor of a model of images and text is called without images; None if left out."""
+    for prefix, plain in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return None if name.removeprefix("model.").startswith(_IMAGE_PREFIXES) else name
+
+
 def family_of(path: Path, hf: dict[str, Any]) -> Family:
     """The family of the model that the config.json at `path` describes.
 

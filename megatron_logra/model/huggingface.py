@@ -11,18 +11,25 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_logra.errors import UserError
-from megatron_logra.model.families import Fields, family_of, rules
+from megatron_logra.model.families import (
+    Fields,
+    family_of,
+    is_image_model,
+    rules,
+    text_config,
+    text_name,
+)
 from megatron_logra.model.parameters import EMBEDDING, local_part, named_parameters, whole_shape
 from megatron_logra.model.safetensors_io import Entry, read_header, read_tensor
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """What config.json says.
+    """What config.json says about the language model.
 
     Raises:
         UserError: it is missing or malformed.
     """
-    return read_json(Path(directory) / "config.json")
+    return text_config(read_json(Path(directory) / "config.json"))
 
 
 def read_spec(directory: str | Path) -> dict[str, Any]:
@@ -88,7 +95,7 @@ class Checkpoint:
     """The tensors of a directory with model.safetensors, or shards and their index.
 
     Attributes:
-        files: tensor name → the file that holds it.
+        files: tensor name → the file that holds it; names as in a model of text alone.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -99,27 +106,31 @@ class Checkpoint:
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict):
                 raise UserError(f"{index}: expected a weight_map")
-            self.files = {str(name): directory / str(file) for name, file in shards.items()}
+            stored = {str(name): directory / str(file) for name, file in shards.items()}
         elif single.exists():
             self._headers[single] = read_header(single)
-            self.files = dict.fromkeys(self._headers[single], single)
+            stored = dict.fromkeys(self._headers[single], single)
         else:
             raise UserError(
                 f"{directory}: expected model.safetensors or model.safetensors.index.json"
             )
-        for name, file in self.files.items():
+        for name, file in stored.items():
             if file not in self._headers:
                 self._headers[file] = read_header(file)
             if name not in self._headers[file]:
                 raise UserError(f"{file}: tensor {name} is missing")
+        with_images = is_image_model(read_json(directory / "config.json"))
+        names = {name: text_name(name) if with_images else name for name in stored}
+        self._stored = {name: as_stored for as_stored, name in names.items() if name is not None}
+        self.files = {name: stored[as_stored] for name, as_stored in self._stored.items()}
 
     def entry(self, name: str) -> Entry:
         """Shape and type of the tensor `name`."""
-        return self._headers[self.files[name]][name]
+        return self._headers[self.files[name]][self._stored[name]]
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor `name`, on the CPU, as it was stored; or so many rows from one on."""
-        return read_tensor(self.files[name], name, self.entry(name), rows)
+        return read_tensor(self.files[name], self._stored[name], self.entry(name), rows)
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Compare a tensor's shape with the one that the configuration gives it.

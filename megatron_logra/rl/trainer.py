@@ -161,6 +161,8 @@ class Trainer:
             self._open_metrics() as writer,
             _stop_requests() as requested,
         ):
+            if self.workers is not None:
+                self.workers.engine.stop_requested = requested.is_set
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
@@ -169,7 +171,9 @@ class Trainer:
                         found = self._evaluate(record)
                         before = found if state.step == 0 else before
                     record |= self._supervised_step() if self.sft else self._reinforcement_step()
-                except UserError:  # a problem or a reward is wrong; nothing of this step is applied
+                except (UserError, StopRequested):
+                    # A problem or a reward is wrong, or the wait for workers is given up: nothing
+                    # of this step is applied.
                     self._save_what_is_done()
                     raise
                 skipped += record["train/skipped"]
@@ -183,7 +187,7 @@ class Trainer:
                 if last and config.eval.at_end:
                     try:
                         after = self._evaluate(record)
-                    except UserError:
+                    except (UserError, StopRequested):
                         self._save_what_is_done(record)
                         raise
                 path = self._finish_background_save() or path

@@ -106,8 +106,12 @@ class Exchange:
         workers: int,
         timeout_s: float,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[Share]:
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Share] | None:
         """Wait for the shares of all workers, and forget the request. Called by one process.
+
+        Returns:
+            None if `stop` has said so before they were there.
 
         Raises:
             UserError: a worker reports that it cannot answer.
@@ -124,6 +128,8 @@ class Exchange:
                     f"rollout worker {missing[0]} has not answered request {number} in "
                     f"{timeout_s:.0f} s (rollout.timeout_s)"
                 )
+            if missing and stop():
+                return None
             if missing:
                 time.sleep(POLL_S)
         shares = [_read_share(self._response(number, worker)) for worker in range(workers)]

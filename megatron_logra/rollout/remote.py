@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_logra import distributed
 from megatron_logra.config import SamplingConfig
-from megatron_logra.rollout.exchange import Exchange, Request, Share
+from megatron_logra.errors import StopRequested
+from megatron_logra.rollout.exchange import Exchange, Request
 from megatron_logra.rollout.static_engine import Response
 
 
@@ -44,6 +45,8 @@ class RemoteEngine:
         self.workers = workers
         self.timeout_s = timeout_s
         self.seed = seed
+        self.stop_requested: Callable[[], bool] = lambda: False
+        """Asked while waiting for responses, on the first rank."""
         self._next = 0
 
     def ask(
@@ -81,12 +84,17 @@ class RemoteEngine:
         """Wait for the responses to a request.
 
         Raises:
+            StopRequested: `stop_requested` has said so before they were there.
             UserError: a worker cannot answer; says why.
             RuntimeError: a worker has not answered in time.
         """
-        shares: list[Share] = distributed.first(
-            lambda: self.exchange.collect(number, self.workers, self.timeout_s, progress)
+        shares = distributed.first(
+            lambda: self.exchange.collect(
+                number, self.workers, self.timeout_s, progress, self.stop_requested
+            )
         )
+        if shares is None:
+            raise StopRequested("stopped while rollout workers were at work")
         responses = []
         for share in shares:
             for group in share.responses:
