@@ -40,7 +40,7 @@ class WandbLog:
                 resume="allow",
                 mode=os.environ.get("WANDB_MODE", "offline"),
                 config=dict(config),
-                settings=wandb.Settings(silent=True),
+                settings=wandb.Settings(silent=True, disable_git=True, x_disable_stats=True),
             )
         except (wandb.errors.Error, OSError) as error:
             text = " ".join(str(error).split())

@@ -94,4 +94,7 @@ def test_wandb_records_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ) as writer:
         writer.write(0, {"reward/mean": 0.5, "policy/alpha": None})
     (recorded,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # a process of its own writes it
+    while b"reward/mean" not in recorded.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"reward/mean" in recorded.read_bytes()

@@ -165,7 +165,7 @@ def test_every_documented_key_is_in_every_record(tmp_path: Path) -> None:
     # One rank reduces nothing; no checkpoint, baseline or learning rate in this step.
     assert null <= {
         *("time/reduce_s", "time/checkpoint_s", "time/eval_s", "reward/baseline", "train/lr"),
-        *("policy/kl_realised", "train/grad_norm"),
+        *("policy/kl_realised", "policy/kl_correction", "train/grad_norm"),
         *([] if torch.cuda.is_available() else _GPU),
     }
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == config_for(
