@@ -18,12 +18,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings
 from reference import Batch
 from torch import distributed as dist
-from training import make_learner, probe_of
+from training import make_learner
 
 from megatron_logra import distributed
 from megatron_logra.config import Config
 from megatron_logra.model.gpt import forward_head
 from megatron_logra.optimizer.learner import Learner
+from megatron_logra.optimizer.predicted_kl import ProbeBatch
 
 COLLECTIVES: list[tuple[Any, str, str]] = [
     (dist, "all_reduce", "all_reduce"),
@@ -105,9 +106,14 @@ def _record_collectives(
         Batch(torch.randint(0, 100, shape, generator=generator), torch.ones(shape))
         for _ in range(cfg.train.prompts_per_step // size)
     ]
-    probe = probe_of(
-        Batch(*(torch.cat(parts) for parts in zip(*map(_fields, batches), strict=True)))
+    # Each position counts, as in the plan; none is cut off behind the last one.
+    tokens = torch.cat([batch.tokens for batch in batches])
+    probe = ProbeBatch(
+        tokens, torch.arange(length).expand_as(tokens), torch.ones_like(tokens, dtype=torch.bool)
     )
+    if learner.predictor is not None and cfg.step_control.mode == "kl_budget":
+        backward(learner, batches)  # the first step tries out the estimator
+        assert learner.step(probe).applied
     groups = {
         group.group_name: name
         for name, group in (
@@ -131,10 +137,6 @@ def _record_collectives(
         backward(learner, batches)
         assert learner.step(probe).applied
     return found, learner.comm_bytes()
-
-
-def _fields(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch.tokens, batch.weights
 
 
 def _recording(
