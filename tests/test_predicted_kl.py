@@ -34,7 +34,7 @@ ESTIMATORS = ("forward_ad", "finite_difference")
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, "qwen3", False, vocabulary=132, layers=4)
+    make_checkpoint(path, "qwen3", False, layers=4)
     return path
 
 

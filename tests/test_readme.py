@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_logra import cli, quickstart
-from megatron_logra.config import load_config
+from megatron_logra.config import config_from_dict, load_config
 from megatron_logra.metrics import read_metrics
 
 REPO = Path(__file__).resolve().parents[1]
@@ -53,10 +54,16 @@ COMMANDS = commands()
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """The README's configuration as a file."""
-    (text,) = blocks("yaml")
+    text = blocks("yaml")[0]
     path = tmp_path / "CONFIG.yaml"
     path.write_text(text)
     return path
+
+
+def test_parts_of_configurations_fit_the_whole_one(example: Path) -> None:
+    whole = yaml.safe_load(example.read_text())
+    for part in map(yaml.safe_load, blocks("yaml")[1:]):
+        config_from_dict({**whole, **part})
 
 
 def test_every_command_of_the_program_is_shown() -> None:
