@@ -236,8 +236,8 @@ class DynamicEngineConfig(Section):
     """GiB of keys and values on each rank; where they run out, requests wait or are computed anew.
     Default: room for `batch_size` sequences of full length."""
     prefix_cache: bool = False
-    """Share whole blocks of equal beginnings among sequences that are decoded at once, as those of a
-    group."""
+    """Share whole blocks of equal beginnings among sequences that are decoded at once, such as
+    those of a group."""
 
 
 class RolloutConfig(Section):

@@ -61,6 +61,7 @@ def _attention() -> list[tuple[Any, str, Any]]:
 def _without_gpu() -> list[tuple[Any, str, Any]]:
     from megatron.core.inference import communication_utils
     from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.inference.engines import dynamic_engine
     from megatron.core.inference.text_generation_controllers import text_generation_controller
 
     torch_on_cpu = platform.torch_on_cpu()
@@ -70,6 +71,8 @@ def _without_gpu() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "Event", _NoEvent),
         # Suspending and resuming report what they freed.
         (torch.cuda, "memory_stats", _memory_stats),
+        # Suspending deletes CUDA graphs, and takes the time to collect all garbage for it.
+        (dynamic_engine, "delete_cuda_graphs", lambda: None),
         # Keys and values are written by a Triton kernel, or by torch where there is none.
         (dynamic_context, "triton_append_key_value_cache", None),
         # Marks for a profiler.
