@@ -55,7 +55,7 @@ def assert_same(found: list[list[Response]], expected: list[list[Response]]) -> 
         assert [r.token_ids for r in mine] == [r.token_ids for r in theirs]
         assert [r.finish_reason for r in mine] == [r.finish_reason for r in theirs]
         for one, other in zip(mine, theirs, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
 
 
 def move(model: GPTModel, generator: torch.Generator) -> None:
@@ -111,7 +111,11 @@ def test_sampled_tokens_equal_the_static_engines(
     reasons = {response.finish_reason for group in expected for response in group}
     assert reasons == {"stop", "length"}
     if sampling.top_k == 0:
-        assert_logprobs_are_of(model, prompts, expected, sampling.temperature)
+        t = sampling.temperature
+        for prompt, group in zip(prompts, expected, strict=True):
+            for response in group:
+                gaps = torch.tensor(response.logprobs) - full_logprobs(model, prompt, response, t)
+                assert gaps.abs().max() * t < 1e-5  # the logits' rounding is divided by t, too
 
 
 def test_requests_join_as_others_leave(
