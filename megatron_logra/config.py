@@ -243,11 +243,27 @@ class RolloutWorkersConfig(Section):
     """Times that a worker which has died is started again by `--nproc`'s launcher."""
 
 
+class DynamicEngineConfig(Section):
+    """The paged KV cache of `rollout.engine: dynamic`."""
+
+    block_tokens: int = Field(256, ge=1)
+    """Tokens of a block; flash-attn wants multiples of 256."""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """GiB of keys and values on each rank; where they run out, requests wait or are computed anew.
+    Default: room for `batch_size` sequences of full length."""
+    prefix_cache: bool = False
+    """Share whole blocks of equal beginnings among sequences that are decoded at once, such as
+    those of a group."""
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
-    engine: Literal["static"] = "static"
-    """`static`: batched generation with a KV cache."""
+    engine: Literal["static", "dynamic"] = "static"
+    """`static`: batched generation with a KV cache; `dynamic`: megatron-core's engine, continuous
+    batching with a paged KV cache."""
+    dynamic: DynamicEngineConfig = DynamicEngineConfig()
+    """The cache of the dynamic engine."""
     placement: Literal["colocated", "separate"] = "colocated"
     """`colocated`: the training ranks generate; `separate`: `workers` do."""
     sync: Literal["shared", "sketch", "dense"] = "shared"

@@ -72,7 +72,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
     """All replacements: the owner of the name, the name, and what stands in for it."""
     from megatron.core.tensor_parallel import random as megatron_random
 
-    torch_on_cpu = _torch_on_cpu()
+    cpu_torch = torch_on_cpu()
     return [
         # Where Megatron asks for "its" device: parameters, buffers, communication results.
         (torch.cuda, "current_device", lambda: CPU),
@@ -87,7 +87,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         # The optimizers tell parameter types apart by the name that the type has on a GPU.
         (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
         # Scalars, norms and masks that Megatron makes with a literal device="cuda".
-        *[(importlib.import_module(name), "torch", torch_on_cpu) for name in LITERAL_CUDA],
+        *[(importlib.import_module(name), "torch", cpu_torch) for name in LITERAL_CUDA],
         # The random states behind dropout and activation recomputation. There is one generator on
         # the CPU, so both the "CPU state" and the "CUDA state" are the state of that one.
         (torch.cuda, "manual_seed", torch.manual_seed),
@@ -113,11 +113,11 @@ class _NoStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _torch_on_cpu() -> ModuleType:
+def torch_on_cpu() -> ModuleType:
     """The module torch, but for factories that take device="cuda" for the CPU, and pin nothing."""
     module = ModuleType("torch")
     vars(module).update(vars(torch))
-    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+    for name in ("tensor", "zeros", "ones", "empty", "full", "empty_like"):
         setattr(module, name, _on_cpu(getattr(torch, name)))
     return module
 

@@ -254,8 +254,10 @@ def assert_same_tensors(path: Path, other: Path) -> None:
     assert stored.keys() == others.keys() and len(stored) > 10
     for name, tensor in stored.items():
         rows = VOCABULARY if "embedding" in name else len(tensor) if tensor.dim() else None
-        assert torch.equal(tensor[:rows], others[name][:rows]) if rows else torch.equal(
-            tensor, others[name]
+        assert (
+            torch.equal(tensor[:rows], others[name][:rows])
+            if rows
+            else torch.equal(tensor, others[name])
         ), name
         if "embedding" in name:
             assert not tensor[rows:].any() and not others[name][rows:].any(), name

@@ -127,6 +127,25 @@ def test_every_layout_samples_and_learns_the_same(layout, ranks, reference, tmp_
         assert [json.loads(line)["response"] for line in lines] == texts
 
 
+@pytest.mark.parametrize(
+    ("layout", "prefix_cache"),
+    [("one", True), ("tp2", False), ("tp2-sequence", True), ("dp2", False), ("pp2", True)],
+)
+def test_the_dynamic_engine_samples_and_learns_as_the_static_one(
+    layout, prefix_cache, ranks, reference, tmp_path
+):
+    """The same tokens, records (with the mismatch to the trainer's forward) and weights."""
+    size, parallel = {**LAYOUTS, "one": (1, {})}[layout]
+    reference_dir, (_, sampled, weights) = reference
+    rollout = {"engine": "dynamic", "dynamic": {"block_tokens": 8, "prefix_cache": prefix_cache}}
+    config = config_for(tmp_path, parallel=parallel, rollout=rollout)
+    for _, own_sampled, own_weights in ranks.run(size, _run, config):
+        assert own_sampled == sampled
+        assert_same_weights(own_weights, weights)
+    assert_same_records(tmp_path, reference_dir)
+    assert all(abs(record["policy/mismatch"]) < 1e-5 for record in read_metrics(tmp_path))
+
+
 @pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "pp2-interleaved"])
 def test_a_run_goes_on_under_another_layout(layout, ranks, reference, tmp_path):
     size, parallel = LAYOUTS[layout]

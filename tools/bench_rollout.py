@@ -37,6 +37,7 @@ from megatron_logra.model.gpt import (  # noqa: E402
     forward_head,
     transformer_config,
 )
+from megatron_logra.rollout.dynamic_engine import DynamicEngine  # noqa: E402
 from megatron_logra.rollout.sampling import noise, sample  # noqa: E402
 from megatron_logra.rollout.static_engine import StaticEngine  # noqa: E402
 
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run engine and plain loop; seconds, tokens per second and what bounds them."""
+    """Run both engines and the plain loop; seconds, tokens per second and what bounds them."""
     model, pg = _model(options)
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = model.vocab_size
@@ -78,22 +79,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         vocabulary, (options.prompts, options.prompt_tokens), generator=generator
     ).tolist()
     sampling = SamplingConfig(max_tokens=options.tokens)
-    engine = StaticEngine(
-        [model],
-        stop_ids=frozenset(),
-        pad_id=0,
-        max_sequence_length=options.prompt_tokens + options.tokens,
-        batch_size=options.batch_size,
-        pg=pg,
-    )
-    # The first calls pay for code that is loaded and memory that is mapped.
-    engine.generate(prompts[:1], 1, SamplingConfig(max_tokens=2), seed=SEED, update=0)
+    engines = {
+        cls: cls(
+            [model],
+            stop_ids=frozenset(),
+            pad_id=0,
+            max_sequence_length=options.prompt_tokens + options.tokens,
+            batch_size=options.batch_size,
+            pg=pg,
+        )
+        for cls in (StaticEngine, DynamicEngine)
+    }
 
-    with _timed_decoding(model) as forward_seconds:
+    def run(cls: type[StaticEngine] | type[DynamicEngine]) -> tuple[list[list[int]], float]:
+        """Tokens of the responses, and seconds."""
+        engine = engines[cls]
+        # The first calls pay for code that is loaded and memory that is mapped.
+        engine.generate(prompts[:1], 1, SamplingConfig(max_tokens=2), seed=SEED, update=0)
         start = time.perf_counter()
         responses = engine.generate(prompts, options.samples, sampling, seed=SEED, update=0)
         seconds = time.perf_counter() - start
-    tokens = [response.token_ids for group in responses for response in group]
+        return [response.token_ids for group in responses for response in group], seconds
+
+    dynamic_tokens, dynamic_seconds = run(DynamicEngine)
+    with _timed_decoding(model) as forward_seconds:
+        tokens, seconds = run(StaticEngine)
     count = sum(map(len, tokens))
 
     start = time.perf_counter()
@@ -109,6 +119,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "seconds": plain_seconds,
             "tokens": sum(map(len, expected)),
             "tokens_per_s": count / plain_seconds,
+        },
+        "dynamic": {
+            "seconds": dynamic_seconds,
+            "tokens": sum(map(len, dynamic_tokens)),
+            "tokens_per_s": count / dynamic_seconds,
+            "same_responses": sum(map(list.__eq__, tokens, dynamic_tokens)) / len(tokens),
         },
         "ratio": plain_seconds / seconds,
         "same_responses": sum(map(list.__eq__, tokens, expected)) / len(tokens),
@@ -239,8 +255,12 @@ def _model(options: argparse.Namespace) -> tuple[GPTModel, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    engine, plain = result["engine"], result["plain"]
-    print(f"engine      {engine['tokens_per_s']:9.1f} tokens/s  ({engine['tokens']} tokens)")
+    engine, plain, dynamic = result["engine"], result["plain"], result["dynamic"]
+    print(f"static      {engine['tokens_per_s']:9.1f} tokens/s  ({engine['tokens']} tokens)")
+    print(
+        f"dynamic     {dynamic['tokens_per_s']:9.1f} tokens/s"
+        f"    same responses: {dynamic['same_responses']:.0%}"
+    )
     print(f"plain loop  {plain['tokens_per_s']:9.1f} tokens/s")
     print(f"ratio       {result['ratio']:9.2f}    same responses: {result['same_responses']:.0%}")
     print(

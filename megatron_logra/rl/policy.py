@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,6 +18,9 @@ from megatron_logra.model.huggingface import load_hf_weights
 from megatron_logra.model.identity import describe
 from megatron_logra.model.tokenizer import Tokenizer, load_tokenizer
 from megatron_logra.rollout.static_engine import StaticEngine
+
+if TYPE_CHECKING:
+    from megatron_logra.rollout.dynamic_engine import DynamicEngine
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,24 @@ class Policy:
         """Megatron's interleaved schedule wants a multiple of so many micro-batches."""
         return self.pg.pp.size() if len(self.chunks) > 1 else 1
 
-    def engine(self) -> StaticEngine:
-        """A generator over this model's own weights."""
-        return StaticEngine(
-            self.chunks,
-            stop_ids=self.tokenizer.stop_ids,
-            pad_id=self.tokenizer.pad_id,
-            max_sequence_length=self.max_length,
-            batch_size=self.config.rollout.batch_size,
-            pg=self.pg,
-        )
+    def engine(self) -> StaticEngine | DynamicEngine:
+        """A generator over this model's own weights, of the kind `rollout.engine`.
+
+        Raises:
+            UserError: the dynamic engine does not fit the model's layout.
+        """
+        options: dict[str, Any] = {
+            "stop_ids": self.tokenizer.stop_ids,
+            "pad_id": self.tokenizer.pad_id,
+            "max_sequence_length": self.max_length,
+            "batch_size": self.config.rollout.batch_size,
+            "pg": self.pg,
+        }
+        if self.config.rollout.engine == "static":
+            return StaticEngine(self.chunks, **options)
+        from megatron_logra.rollout.dynamic_engine import DynamicEngine
+
+        return DynamicEngine(self.chunks, settings=self.config.rollout.dynamic, **options)
 
     def stop_tokens(self, sampling: SamplingConfig) -> frozenset[int]:
         """The ids of `sampling.stop`.

@@ -47,6 +47,8 @@ class Response:
     """Generated tokens; a token that ended the response is the last one."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token under the distribution it was drawn from, in nats."""
+    versions: list[int] = field(default_factory=list)
+    """Updates behind the weights that each token was drawn from, where these changed meanwhile."""
     finish_reason: Literal["stop", "length"] = "length"
     """`stop`: a stop token; `length`: the largest number of tokens was reached."""
     version: int | None = None
@@ -133,7 +135,7 @@ class StaticEngine:
             UserError: a prompt is empty or leaves no room for a response.
             FloatingPointError: the model's logits are not finite.
         """
-        self._check(prompts)
+        check_prompts(prompts, self.max_sequence_length)
         responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
         rows = [
             _Row(
@@ -168,7 +170,7 @@ class StaticEngine:
 
         with ExitStack() as stack:
             for chunk in self.chunks:
-                stack.enter_context(_generating(chunk, self.max_sequence_length))
+                stack.enter_context(generating(chunk, self.max_sequence_length))
             for wave in _waves(rows, self.batch_size):
                 self._run(wave, choose)
         return responses
@@ -191,15 +193,6 @@ class StaticEngine:
         if not bool(drawn.isfinite().all()):
             raise FloatingPointError("the model's logits are not finite")
         return drawn[0].long(), drawn[1]
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < self.max_sequence_length:
-                raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens: expected 1 to "
-                    f"{self.max_sequence_length - 1}, since prompt and response together may have "
-                    f"{self.max_sequence_length}"
-                )
 
     def _run(self, rows: list[_Row], choose: Callable[[Tensor, list[_Row]], list[bool]]) -> None:
         """Generate the responses of one wave."""
@@ -323,15 +316,33 @@ def _drop(rows: list[_Row], ended: list[bool], context: StaticInferenceContext) 
     return rows[:left]
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], max_sequence_length: int) -> None:
+    """Make sure that every prompt has a token and leaves room for one.
+
+    Raises:
+        UserError: one does not.
+    """
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_sequence_length:
+            raise UserError(
+                f"prompt {i} has {len(prompt)} tokens: expected 1 to {max_sequence_length - 1}, "
+                f"since prompt and response together may have {max_sequence_length}"
+            )
+
+
 @contextmanager
-def _generating(model: nn.Module, length: int) -> Iterator[None]:
-    """No gradients, evaluation mode, and afterwards every module in the mode it was in."""
+def generating(model: GPTModel, quick_length: int = 0) -> Iterator[None]:
+    """No gradients, evaluation mode, and afterwards every module in the mode it was in.
+
+    Within, `quick_decoding` of so many tokens is on, unless they are 0.
+    """
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(InferenceMode.active())
         stack.enter_context(_undivided_positions(model))
-        stack.enter_context(quick_decoding(model, length))
+        if quick_length:
+            stack.enter_context(quick_decoding(model, quick_length))
         try:
             model.eval()
             yield

@@ -1,0 +1,335 @@
+"""Continuous batching through megatron-core's dynamic inference engine, with our sampling.
+
+Requests enter the batch as others leave it; their keys and values lie in blocks of a paged cache.
+Megatron schedules and runs the model; the tokens are drawn by `rollout.sampling` in place of
+Megatron's sampler, so they are those of the static engine: same noise, same log-probabilities,
+whatever the batch, its order or the layout. All ranks of a replica run in lockstep, as they draw
+the same tokens.
+
+Between calls the engine is suspended: the cache is freed, and nothing that older weights left is
+ever read. Weights that change during a call make Megatron compute the cache anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.inference.config import (
+    InferenceConfig,
+    KVCacheManagementMode,
+    PrefixCachingEvictionPolicy,
+)
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.sampling.base import Sampling
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megatron_logra.config import DynamicEngineConfig, SamplingConfig
+from megatron_logra.errors import UserError
+from megatron_logra.rollout import dynamic_platform
+from megatron_logra.rollout.sampling import noise, sample
+from megatron_logra.rollout.static_engine import Response, check_prompts, generating
+
+_PREFILL_TOKENS = 4096  # tokens of one forward pass, at least one sequence of full length
+
+
+class DynamicEngine:
+    """Generates with a GPTModel as `StaticEngine` does; weights may change between calls.
+
+    Args:
+        chunks: this rank's GPTModel, or Megatron's wrappers around it, in a list.
+        stop_ids: tokens that end a response.
+        pad_id: kept for the common interface of engines; nothing is padded here.
+        max_sequence_length: most tokens of a prompt and its response together.
+        batch_size: sequences that are decoded at once.
+        pg: the model's process groups.
+        settings: the cache.
+
+    Raises:
+        UserError: a layout or a cache that Megatron's engine has no use for.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        *,
+        stop_ids: Collection[int],
+        pad_id: int,
+        max_sequence_length: int,
+        batch_size: int,
+        pg: ProcessGroupCollection,
+        settings: DynamicEngineConfig | None = None,
+    ) -> None:
+        if len(chunks) > 1 or pg.cp.size() > 1:
+            key = "virtual_pipeline" if len(chunks) > 1 else "context"
+            raise UserError(f"rollout.engine=dynamic: expected parallel.{key}=1, or engine static")
+        self.model: GPTModel = unwrap_model(chunks[0])
+        self.pg = pg
+        self.stop_ids = frozenset(stop_ids)
+        self.pad_id = pad_id
+        self.max_sequence_length = min(max_sequence_length, self.model.max_sequence_length)
+        self.batch_size = batch_size
+        self.settings = settings or DynamicEngineConfig()
+        dynamic_platform.install()
+        self._sampling = _CounterSampling()
+        with self._generating():
+            self.engine = self._build()
+            self.engine.suspend()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        update: int,
+        stream: str = "rollout",
+        first_sample: int = 0,
+        stop_token_ids: Collection[int] = (),
+        progress: Callable[[int, int], None] | None = None,
+        new_weights: Callable[[], int | None] | None = None,
+    ) -> list[list[Response]]:
+        """Generate `samples_per_prompt` responses to every prompt.
+
+        Response j to prompt i has the sample index first_sample + i·samples_per_prompt + j; its
+        tokens depend on (seed, update, stream), this index, the weights and the prompt alone.
+
+        Args:
+            prompts: token ids.
+            samples_per_prompt: responses per prompt.
+            sampling: distribution and longest response; `sampling.stop` is not read here.
+            seed: seed of the run.
+            update: number of applied updates, so that each policy version has its own noise.
+            stream: name of the noise, such as `rollout` or `eval`.
+            first_sample: sample index of the first response.
+            stop_token_ids: further tokens that end a response.
+            progress: called with the numbers of finished and of all responses, as they change.
+            new_weights: called between two steps, by all ranks of the replica. It may change the
+                model's weights, all ranks alike, and then returns the number of updates they are
+                of; keys and values are computed anew before the next token. Else it returns None.
+
+        Returns:
+            One list of responses a prompt, in the order of the prompts. With `new_weights`, each
+            has the `versions` of its tokens.
+
+        Raises:
+            UserError: a prompt is empty or leaves no room for a response.
+            FloatingPointError: the model's logits are not finite.
+        """
+        check_prompts(prompts, self.max_sequence_length)
+        responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
+        requests = [
+            _Request(
+                prompt=list(prompt),
+                sample=first_sample + i * samples_per_prompt + j,
+                limit=min(sampling.max_tokens, self.max_sequence_length - len(prompt)),
+                response=response,
+            )
+            for i, prompt in enumerate(prompts)
+            for j, response in enumerate(responses[i])
+        ]
+        stops = self.stop_ids | frozenset(stop_token_ids)
+        version = update if new_weights is not None else None
+        finished = 0
+        with self._running(_Drawing(requests, stops, sampling, seed, update, stream)) as drawing:
+            drawing.version = version
+            for number, request in enumerate(requests):
+                self.engine.add_request(number, request.prompt, _parameters(request.limit))
+            while self.engine.has_unfinished_requests():
+                records = self.engine.step_modern()["finished_request_records"]
+                for record in records:
+                    tokens = [token for part in record.requests for token in part.generated_tokens]
+                    if tokens != requests[record.request_id].response.token_ids:
+                        raise RuntimeError(f"megatron-core lost tokens of {record.requests[-1]}")
+                finished += len(records)
+                if records and progress is not None:
+                    progress(finished, len(requests))
+                if new_weights is not None and finished < len(requests):
+                    changed = new_weights()
+                    if changed is not None:
+                        drawing.version = changed
+                        self.engine.suspend()
+                        self.engine.resume()
+        return responses
+
+    def _build(self) -> DynamicInferenceEngine:
+        settings, config, tp = self.settings, self.model.config, self.pg.tp.size()
+        requests = -(-self.batch_size // tp) * tp
+        groups = max(1, (config.num_query_groups or config.num_attention_heads) // tp)
+        layers = len(self.model.decoder.layers)
+        token_bytes = 2 * layers * groups * config.kv_channels * config.params_dtype.itemsize
+        block_bytes = token_bytes * settings.block_tokens
+        blocks = -(-self.max_sequence_length // settings.block_tokens)
+        # One more block is Megatron's own, and a half makes up for rounding.
+        least, size = ((n * blocks + 1.5) * block_bytes / (1 << 30) for n in (1, requests))
+        if settings.kv_cache_gb is not None:
+            if settings.kv_cache_gb < least:
+                raise UserError(
+                    f"rollout.dynamic.kv_cache_gb={settings.kv_cache_gb}: expected at least "
+                    f"{least:.3g}, for one sequence of {self.max_sequence_length} tokens"
+                )
+            size = min(size, settings.kv_cache_gb)
+        context = _Context(
+            config,
+            InferenceConfig(
+                block_size_tokens=settings.block_tokens,
+                buffer_size_gb=size,  # type: ignore[arg-type]
+                max_requests=requests,
+                max_tokens=max(_PREFILL_TOKENS, self.max_sequence_length, requests),
+                max_sequence_length=self.max_sequence_length,
+                kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+                pg_collection=self.pg,
+                enable_prefix_caching=settings.prefix_cache,
+                # The other one, LRU, fails in megatron-core 0.19.2 once it has filled the cache.
+                prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.REF_ZERO,
+            ),
+        )
+        controller = TextGenerationController(GPTInferenceWrapper(self.model, context), _NoText())
+        controller._sampling = self._sampling
+        engine = DynamicInferenceEngine(controller, context)
+        # Asked for requests that end although neither their one end token nor their length says
+        # so, before the token that was just drawn is booked.
+        controller.set_stop_word_finished_ids_callback(self._sampling.ended)
+        return engine
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """The model as it generates, and afterwards as it was."""
+        scale = self.model.config.softmax_scale
+        # Megatron's paged attention reads the scale there, and leaves it out of its configuration.
+        layers = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
+        try:
+            for layer in layers if scale is not None else []:
+                layer.softmax_scale = scale
+            with generating(self.model):
+                yield
+        finally:
+            for layer in layers if scale is not None else []:
+                del layer.softmax_scale
+
+    @contextmanager
+    def _running(self, drawing: _Drawing) -> Iterator[_Drawing]:
+        """The engine with its cache, for one call."""
+        self._sampling.drawing = drawing
+        with self._generating():
+            self.engine.resume()
+            try:
+                yield drawing
+            except BaseException:
+                self.engine.reset()
+                raise
+            finally:
+                # What the engine has scheduled for its event loop ends here.
+                self.engine._loop.run_until_complete(asyncio.sleep(0))
+                self.engine.suspend()
+                self._sampling.drawing = None
+
+
+@dataclass
+class _Request:
+    """A response that is being generated."""
+
+    prompt: list[int]
+    sample: int
+    limit: int  # tokens it may have
+    response: Response
+
+    def full(self) -> bool:
+        return len(self.response.token_ids) == self.limit
+
+
+@dataclass
+class _Drawing:
+    """What one call draws: requests by number, and how."""
+
+    requests: list[_Request]
+    stops: frozenset[int]
+    sampling: SamplingConfig
+    seed: int
+    update: int
+    stream: str
+    version: int | None = None
+
+    def draw(self, logits: Tensor, numbers: list[int]) -> Tensor:
+        """Append a token to each request's response; [n, vocabulary] → [n] tokens."""
+        rows = [self.requests[number] for number in numbers]
+        places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
+        uniforms = noise(
+            *places.to(logits.device).T, seed=self.seed, update=self.update, stream=self.stream
+        )
+        tokens, logprobs = sample(logits, uniforms, self.sampling)
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.response.token_ids.append(token)
+            row.response.logprobs.append(logprob)
+            if self.version is not None:
+                row.response.versions.append(self.version)
+            if token in self.stops:
+                row.response.finish_reason = "stop"
+        return tokens
+
+
+class _CounterSampling(Sampling):
+    """Draws the tokens of Megatron's engine from our counter-based noise."""
+
+    def __init__(self) -> None:
+        self.drawing: _Drawing | None = None
+
+    def sample_kernel(
+        self, logits: Tensor, n: int, context: Any, *, output: Tensor, **_options: Any
+    ) -> Tensor:
+        """Logits [≥ n, vocabulary] of the active requests' last tokens → n tokens in `output`."""
+        assert self.drawing is not None
+        active = slice(context.paused_request_count, context.total_request_count)
+        output.copy_(self.drawing.draw(logits[:n], context.request_ids[active].tolist()))
+        return output
+
+    def ended(self, active: list[int]) -> set[int]:
+        """Which requests' last token was their last one."""
+        assert self.drawing is not None
+        requests = self.drawing.requests
+        return {
+            number
+            for number in active
+            if requests[number].full() or requests[number].response.finish_reason == "stop"
+        }
+
+    def log_probs_kernel(self, logits: Tensor, context: Any, **_options: Any) -> Tensor:
+        """Not called: log-probabilities are drawn with the tokens."""
+        raise NotImplementedError
+
+
+class _Context(DynamicInferenceContext):
+    """Without padding: that is for CUDA graphs, which are not captured."""
+
+    TOKEN_ROUNDER = 1
+    REQUEST_ROUNDER = 1
+
+
+class _NoText:
+    """A tokenizer for an engine whose responses are read as tokens."""
+
+    eod = -1
+
+    def detokenize(self, _tokens: list[int]) -> str:
+        return ""
+
+
+def _parameters(limit: int) -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=limit, termination_id=-1)
