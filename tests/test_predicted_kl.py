@@ -70,8 +70,9 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
     ((exact,),) = ranks.run(1, table, directory, {}, seed, (2e-3,))
     sections = {"parallel": parallel, "train": {"precision": "bf16", "micro_batch_size": 2}}
     for (row,) in ranks.run(size, table, directory, sections, seed, (2e-3,)):
-        for name in ESTIMATORS:
-            assert row.predicted[name] == pytest.approx(exact.predicted["forward_ad"], rel=0.1)
+        # Differences are taken where the curve bends, above the rounding.
+        for name, room in zip(ESTIMATORS, (0.1, 0.25), strict=True):
+            assert row.predicted[name] == pytest.approx(exact.predicted["forward_ad"], rel=room)
         assert row.realised == pytest.approx(row.scaled, rel=0.3)
 
 

@@ -110,7 +110,7 @@ def _parse(
 
     monkeypatch.setattr(cli, "require_trainable", stop)
     for function in (
-        *("rl.evaluate.run", "rl.evaluate.generate"),
+        *("rl.evaluate.run", "rl.evaluate.generate", "rollout.worker.run"),
         *("report.write_report", "planner.report.run", "convert.from_hf", "convert.to_hf"),
     ):
         monkeypatch.setattr(f"megatron_logra.{function}", stop)
@@ -122,6 +122,8 @@ def _parse(
         for w, last in zip(arguments, ["", *arguments], strict=False)
         if w != "…" or last == "--prompt"
     ]
+    if arguments[0] == "rollout-worker":  # of a run that has some
+        given += ["rollout.placement=separate", "rollout.sync=sketch"]
     cli.main(given)
     assert reached == [arguments[0]], capsys.readouterr().err
 
