@@ -51,7 +51,7 @@ def user_error(capsys) -> Callable[..., str]:
 
 
 def test_usage_errors_are_one_line_and_exit_2(config, user_error):
-    commands = "train, eval, generate, convert, plan, report, doctor"
+    commands = "train, eval, generate, rollout-worker, convert, plan, report, doctor"
     assert user_error() == f"a command is missing; expected one of: {commands}"
     assert user_error("tarin") == f"tarin: no such command; expected one of: {commands}"
     assert user_error("train") == (

@@ -21,7 +21,7 @@ from megatron_logra.metrics import read_metrics
 TESTS = Path(__file__).parent
 SPEC = {"num_layers": 2, "hidden_size": 32, "vocab_size": 260, "init_method_std": 0.1}
 SEPARATE = {"placement": "separate", "sync": "sketch"}
-FREE = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "sync/")
+FREE = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "sync/", "host/", "gpu/")
 
 
 def config_for(run_dir: Path, function: str = "Letters", **sections: dict[str, Any]) -> Config:

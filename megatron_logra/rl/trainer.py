@@ -599,7 +599,8 @@ def _prepare_run_dir(run_dir: Path, resume: bool) -> Path | None:
             f"logging.run_dir: {run_dir} already holds a run; go on with it by --resume, or give "
             "another directory"
         )
-    (run_dir / attempts.ATTEMPTS_FILE).unlink(missing_ok=True)
+    if run_dir.is_dir():
+        (run_dir / attempts.ATTEMPTS_FILE).unlink(missing_ok=True)
     return None
 
 
