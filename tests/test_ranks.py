@@ -242,7 +242,7 @@ def _adam_with_a_nan() -> tuple[Any, Any, Any]:
     ("parallel", "key"),
     [
         ({"expert": 2}, "parallel.expert=2"),
-        ({"pipeline": 2, "virtual_pipeline": 3}, "parallel.virtual_pipeline=3"),
+        ({"pipeline": 2, "virtual_pipeline": 3}, "virtual_pipeline: 6 does not divide"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused_by_name(parallel, key, ranks, tmp_path):
