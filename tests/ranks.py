@@ -46,7 +46,11 @@ class Ranks:
             if not pipe.poll(TIME_LIMIT):
                 self.close()
                 raise RuntimeError(f"rank {rank} gave no answer in {TIME_LIMIT:.0f} s")
-            results.append(pipe.recv())
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                self.close()
+                raise RuntimeError(f"rank {rank} of {world_size} has died") from None
         for rank, (failure, _) in enumerate(results):
             if failure:
                 self.close()  # the others may hang in a collective

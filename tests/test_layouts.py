@@ -273,7 +273,7 @@ def stored_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     yield from tensors_in(dist_checkpointing.load_plain_tensors(str(path)), "")
 
 
-@pytest.mark.parametrize("loaded", [*SIX, "dp4-instances"])
+@pytest.mark.parametrize("loaded", [*SIX, pytest.param("dp4-instances", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_any_layout_continues_under_any_other(
     loaded, ranks, directory, saved_in_fp32, references, tmp_path
 ):

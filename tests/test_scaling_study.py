@@ -123,6 +123,7 @@ def test_rewards_count_up_to_the_tokens_that_all_have_trained_on() -> None:
     assert found["state_bytes"] == 12 + 13 + 14 + 15
 
 
+@pytest.mark.slow
 def test_cells_run_once_and_two_ranks_are_two(tmp_path: Path) -> None:
     grid = {
         "optimizer": {"adam": {"optimizer.kind": "adam"}, "r=4": {"sketch.rank": 4}},

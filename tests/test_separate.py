@@ -85,7 +85,12 @@ def colocated(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("workers", "sync"), [({"count": 2}, "sketch"), ({"tensor": 2}, "sketch"), ({}, "dense")]
+    ("workers", "sync"),
+    [
+        ({"count": 2}, "sketch"),
+        ({"tensor": 2}, "sketch"),
+        pytest.param({}, "dense", marks=pytest.mark.slow),
+    ],
 )
 def test_the_on_policy_run_is_the_colocated_one(workers, sync, colocated, tmp_path):
     run_dir = tmp_path / "run"

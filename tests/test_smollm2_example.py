@@ -49,7 +49,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("kind", ["logra", "adam"])
+@pytest.mark.parametrize("kind", ["logra", pytest.param("adam", marks=pytest.mark.slow)])
 def test_a_step_is_trained_exported_and_evaluated_with_transformers(
     kind: str, directory: Path, tmp_path: Path, pg: Any
 ) -> None:

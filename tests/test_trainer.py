@@ -283,6 +283,7 @@ def test_a_sequence_that_is_not_finite_is_named_and_skipped_until_too_many(
         assert all(name in line for line in lines for name in named)
 
 
+@pytest.mark.slow
 def test_live_tensors_are_constant_over_fifty_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

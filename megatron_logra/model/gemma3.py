@@ -151,5 +151,6 @@ def complete(model: GPTModel, arguments: GPTArguments) -> None:
             **place,
         )
     if arguments.scale_embeddings and model.pre_process:
-        scale = float(torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype))
+        root = torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu")
+        scale = float(root)
         model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
