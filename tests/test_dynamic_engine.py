@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from megatron_logra.config import DynamicEngineConfig, SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rollout import paged_attention
+from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.dynamic_engine import DynamicEngine
-from megatron_logra.rollout.static_engine import Response, StaticEngine
+from megatron_logra.rollout.static_engine import StaticEngine
 
 OPTIONS: dict[str, Any] = {
     "stop_ids": frozenset(),

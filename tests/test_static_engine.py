@@ -28,7 +28,8 @@ from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rollout import static_engine as module
 from megatron_logra.rollout.attention import _DecodingCore
-from megatron_logra.rollout.static_engine import Response, StaticEngine
+from megatron_logra.rollout.drawing import Response
+from megatron_logra.rollout.static_engine import StaticEngine
 
 VOCABULARY = 131
 GEMMA3: dict[str, Any] = {

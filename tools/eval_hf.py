@@ -29,16 +29,17 @@ from megatron_logra.rl.environments import build_environment  # noqa: E402
 from megatron_logra.rl.evaluate import HELD_OUT_SEED, accuracies  # noqa: E402
 from megatron_logra.rl.policy import Policy  # noqa: E402
 from megatron_logra.rl.rollouts import RolloutMaker  # noqa: E402
-from megatron_logra.rollout.sampling import noise, sample  # noqa: E402
-from megatron_logra.rollout.static_engine import Response  # noqa: E402
+from megatron_logra.rollout.drawing import Drawing, Response, Row  # noqa: E402
 
 
 class TransformersEngine:
     """Generates as `StaticEngine` does, with a model of transformers and left-padded batches."""
 
-    def __init__(self, model: Any, stop_ids: frozenset[int], pad_id: int, batch_size: int) -> None:
+    def __init__(
+        self, model: Any, stop_ids: frozenset[int], pad_id: int, batch_size: int, longest: int
+    ) -> None:
         self.model, self.stop_ids, self.pad_id = model, stop_ids, pad_id
-        self.batch_size = batch_size
+        self.batch_size, self.longest = batch_size, longest
 
     @torch.no_grad()
     def generate(
@@ -47,43 +48,35 @@ class TransformersEngine:
         samples_per_prompt: int,
         sampling: SamplingConfig,
         *,
-        seed: int,
-        update: int,
-        stream: str,
-        first_sample: int = 0,
         stop_token_ids: Collection[int] = (),
         progress: Callable[[int, int], None] | None = None,
+        **key: Any,
     ) -> list[list[Response]]:
-        """Arguments and results as those of `StaticEngine.generate`."""
-        responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
-        rows = [
-            (first_sample + i * samples_per_prompt + j, prompt, response)
-            for i, prompt in enumerate(prompts)
-            for j, response in enumerate(responses[i])
-        ]
-        stops = self.stop_ids | frozenset(stop_token_ids)
+        """Arguments and results as those of `StaticEngine.generate`; it prints its progress."""
+        drawing = Drawing(
+            prompts,
+            samples_per_prompt,
+            sampling,
+            stops=self.stop_ids | frozenset(stop_token_ids),
+            max_sequence_length=self.longest,
+            **key,
+        )
+        rows = drawing.rows
         for start in range(0, len(rows), self.batch_size):
             batch = rows[start : start + self.batch_size]
-            self._generate(batch, sampling, stops, seed=seed, update=update, stream=stream)
+            self._generate(drawing, batch)
             print(f"\r{start + len(batch)}/{len(rows)} responses", end="", file=sys.stderr)
         print(file=sys.stderr)
-        return responses
+        return drawing.responses
 
-    def _generate(
-        self,
-        rows: Sequence[tuple[int, Sequence[int], Response]],
-        sampling: SamplingConfig,
-        stops: frozenset[int],
-        **key: Any,
-    ) -> None:
-        width = max(len(prompt) for _, prompt, _ in rows)
-        padded = [[self.pad_id] * (width - len(prompt)) + list(prompt) for _, prompt, _ in rows]
-        mask = torch.tensor([[int(i >= width - len(p)) for i in range(width)] for _, p, _ in rows])
+    def _generate(self, drawing: Drawing, rows: Sequence[Row]) -> None:
+        width = max(len(row.prompt) for row in rows)
+        empty = [width - len(row.prompt) for row in rows]
+        padded = [[self.pad_id] * n + list(row.prompt) for n, row in zip(empty, rows, strict=True)]
+        mask = torch.tensor([[int(i >= n) for i in range(width)] for n in empty])
         tokens, cache = torch.tensor(padded), None
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        samples = torch.tensor([number for number, _, _ in rows])
-        ended = [False] * len(rows)
-        for length in range(sampling.max_tokens):
+        while True:
             output = self.model(
                 input_ids=tokens.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
@@ -92,19 +85,11 @@ class TransformersEngine:
                 use_cache=True,
             )
             cache = output.past_key_values
-            uniforms = noise(torch.full_like(samples, length), samples, **key)
-            logits = output.logits[:, -1].cpu()
-            chosen, logprobs = sample(logits, uniforms, sampling)
-            for place, (_, _, response) in enumerate(rows):
-                if not ended[place]:
-                    token = int(chosen[place])
-                    response.token_ids.append(token)
-                    response.logprobs.append(float(logprobs[place]))
-                    if token in stops:
-                        ended[place], response.finish_reason = True, "stop"
-            if all(ended):
+            active = [place for place, row in enumerate(rows) if not row.ended]
+            drawing.draw(output.logits[active, -1].cpu(), [rows[place] for place in active])
+            if all(row.ended for row in rows):
                 return
-            tokens = chosen[:, None]
+            tokens = torch.tensor([[row.response.token_ids[-1]] for row in rows])
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             positions = positions[:, -1:] + 1
 
@@ -132,6 +117,7 @@ class TransformersPolicy:
             self.tokenizer.stop_ids,
             self.tokenizer.pad_id,
             self.config.rollout.batch_size,
+            self.max_length,
         )
 
 

@@ -17,8 +17,8 @@ from megatron_logra.errors import UserError
 from megatron_logra.rl.advantages import zero_variance_fraction
 from megatron_logra.rl.environments import Environment, Problem, Score
 from megatron_logra.rl.policy import Policy
+from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.remote import RemoteEngine
-from megatron_logra.rollout.static_engine import Response
 
 
 @dataclass(frozen=True)

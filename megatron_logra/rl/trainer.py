@@ -276,9 +276,8 @@ class Trainer:
                 )
 
     def _lag(self, rollout: Rollout) -> int:
-        """Updates by which the policy that a response was sampled from is behind."""
-        version = rollout.response.version
-        return 0 if version is None else self.learner.update - version
+        """Updates by which the oldest policy that a response was sampled from is behind."""
+        return self.learner.update - min(rollout.response.versions, default=self.learner.update)
 
     def _supervised_step(self) -> Record:
         """One step on given responses."""

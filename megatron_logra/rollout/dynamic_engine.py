@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.inference.config import (
     InferenceConfig,
     KVCacheManagementMode,
@@ -43,8 +41,8 @@ from torch import Tensor, nn
 from megatron_logra.config import DynamicEngineConfig, SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rollout import dynamic_platform
-from megatron_logra.rollout.sampling import noise, sample
-from megatron_logra.rollout.static_engine import Response, check_prompts, generating
+from megatron_logra.rollout.drawing import Drawing, Response
+from megatron_logra.rollout.static_engine import generating
 
 _PREFILL_TOKENS = 4096  # tokens of one forward pass, at least one sequence of full length
 
@@ -133,41 +131,39 @@ class DynamicEngine:
             UserError: a prompt is empty or leaves no room for a response.
             FloatingPointError: the model's logits are not finite.
         """
-        check_prompts(prompts, self.max_sequence_length)
-        responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
-        requests = [
-            _Request(
-                prompt=list(prompt),
-                sample=first_sample + i * samples_per_prompt + j,
-                limit=min(sampling.max_tokens, self.max_sequence_length - len(prompt)),
-                response=response,
-            )
-            for i, prompt in enumerate(prompts)
-            for j, response in enumerate(responses[i])
-        ]
-        stops = self.stop_ids | frozenset(stop_token_ids)
-        version = update if new_weights is not None else None
+        drawing = Drawing(
+            prompts,
+            samples_per_prompt,
+            sampling,
+            seed=seed,
+            update=update,
+            stream=stream,
+            first_sample=first_sample,
+            stops=self.stop_ids | frozenset(stop_token_ids),
+            max_sequence_length=self.max_sequence_length,
+        )
+        drawing.version = update if new_weights is not None else None
+        rows = drawing.rows
         finished = 0
-        with self._running(_Drawing(requests, stops, sampling, seed, update, stream)) as drawing:
-            drawing.version = version
-            for number, request in enumerate(requests):
-                self.engine.add_request(number, request.prompt, _parameters(request.limit))
+        with self._running(drawing):
+            for number, row in enumerate(rows):
+                self.engine.add_request(number, list(row.prompt), _parameters(row.limit))
             while self.engine.has_unfinished_requests():
                 records = self.engine.step_modern()["finished_request_records"]
                 for record in records:
                     tokens = [token for part in record.requests for token in part.generated_tokens]
-                    if tokens != requests[record.request_id].response.token_ids:
+                    if tokens != rows[record.request_id].response.token_ids:
                         raise RuntimeError(f"megatron-core lost tokens of {record.requests[-1]}")
                 finished += len(records)
                 if records and progress is not None:
-                    progress(finished, len(requests))
-                if new_weights is not None and finished < len(requests):
+                    progress(finished, len(rows))
+                if new_weights is not None and finished < len(rows):
                     changed = new_weights()
                     if changed is not None:
                         drawing.version = changed
                         self.engine.suspend()
                         self.engine.resume()
-        return responses
+        return drawing.responses
 
     def _build(self) -> DynamicInferenceEngine:
         settings, config, tp = self.settings, self.model.config, self.pg.tp.size()
@@ -225,13 +221,13 @@ class DynamicEngine:
                 del layer.softmax_scale
 
     @contextmanager
-    def _running(self, drawing: _Drawing) -> Iterator[_Drawing]:
+    def _running(self, drawing: Drawing) -> Iterator[None]:
         """The engine with its cache, for one call."""
         self._sampling.drawing = drawing
         with self._generating():
             self.engine.resume()
             try:
-                yield drawing
+                yield
             except BaseException:
                 self.engine.reset()
                 raise
@@ -242,54 +238,11 @@ class DynamicEngine:
                 self._sampling.drawing = None
 
 
-@dataclass
-class _Request:
-    """A response that is being generated."""
-
-    prompt: list[int]
-    sample: int
-    limit: int  # tokens it may have
-    response: Response
-
-    def full(self) -> bool:
-        return len(self.response.token_ids) == self.limit
-
-
-@dataclass
-class _Drawing:
-    """What one call draws: requests by number, and how."""
-
-    requests: list[_Request]
-    stops: frozenset[int]
-    sampling: SamplingConfig
-    seed: int
-    update: int
-    stream: str
-    version: int | None = None
-
-    def draw(self, logits: Tensor, numbers: list[int]) -> Tensor:
-        """Append a token to each request's response; [n, vocabulary] → [n] tokens."""
-        rows = [self.requests[number] for number in numbers]
-        places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
-        uniforms = noise(
-            *places.to(logits.device).T, seed=self.seed, update=self.update, stream=self.stream
-        )
-        tokens, logprobs = sample(logits, uniforms, self.sampling)
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.response.token_ids.append(token)
-            row.response.logprobs.append(logprob)
-            if self.version is not None:
-                row.response.versions.append(self.version)
-            if token in self.stops:
-                row.response.finish_reason = "stop"
-        return tokens
-
-
 class _CounterSampling(Sampling):
     """Draws the tokens of Megatron's engine from our counter-based noise."""
 
     def __init__(self) -> None:
-        self.drawing: _Drawing | None = None
+        self.drawing: Drawing | None = None
 
     def sample_kernel(
         self, logits: Tensor, n: int, context: Any, *, output: Tensor, **_options: Any
@@ -297,18 +250,14 @@ class _CounterSampling(Sampling):
         """Logits [≥ n, vocabulary] of the active requests' last tokens → n tokens in `output`."""
         assert self.drawing is not None
         active = slice(context.paused_request_count, context.total_request_count)
-        output.copy_(self.drawing.draw(logits[:n], context.request_ids[active].tolist()))
+        rows = [self.drawing.rows[number] for number in context.request_ids[active].tolist()]
+        output.copy_(self.drawing.draw(logits[:n], rows))
         return output
 
     def ended(self, active: list[int]) -> set[int]:
         """Which requests' last token was their last one."""
         assert self.drawing is not None
-        requests = self.drawing.requests
-        return {
-            number
-            for number in active
-            if requests[number].full() or requests[number].response.finish_reason == "stop"
-        }
+        return {number for number in active if self.drawing.rows[number].ended}
 
     def log_probs_kernel(self, logits: Tensor, context: Any, **_options: Any) -> Tensor:
         """Not called: log-probabilities are drawn with the tokens."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
-from megatron_logra.rollout.static_engine import Response
+from megatron_logra.rollout.drawing import Response
 
 POLL_S = 0.02
 """How often a reader looks for a file."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_logra import distributed
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import StopRequested
+from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.exchange import Exchange, Request
-from megatron_logra.rollout.static_engine import Response
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Collected:
     """The responses to a request, and what the workers told with them."""
 
     responses: list[list[Response]]
-    """[prompts][samples]; each response has its `version`."""
+    """[prompts][samples]; each token has its version."""
     seconds: float
     """The slowest worker's time of generation."""
     drift: float | None
@@ -99,7 +99,7 @@ class RemoteEngine:
         for share in shares:
             for group in share.responses:
                 for response in group:
-                    response.version = share.version
+                    response.versions = [share.version] * len(response.token_ids)
                 responses.append(group)
         drifts = [share.drift for share in shares if share.drift is not None]
         return Collected(

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -33,36 +31,11 @@ from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.model.stages import through_stages
 from megatron_logra.rollout.attention import decodes_quickly, quick_decoding
-from megatron_logra.rollout.sampling import noise, sample
+from megatron_logra.rollout.drawing import Drawing, Response, Row
+from megatron_logra.rollout.sampling import sample
 
 _PREFILL_TOKENS = 4096  # prompt tokens of one forward pass, at least one prompt
 _MOST_FED = 128  # prompt tokens fed one by one; a longer prompt goes into a later wave
-
-
-@dataclass
-class Response:
-    """What was generated after a prompt."""
-
-    token_ids: list[int] = field(default_factory=list)
-    """Generated tokens; a token that ended the response is the last one."""
-    logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each token under the distribution it was drawn from, in nats."""
-    versions: list[int] = field(default_factory=list)
-    """Updates behind the weights that each token was drawn from, where these changed meanwhile."""
-    finish_reason: Literal["stop", "length"] = "length"
-    """`stop`: a stop token; `length`: the largest number of tokens was reached."""
-    version: int | None = None
-    """Version of the weights that all tokens were sampled from, where it is not the trainer's."""
-
-
-@dataclass
-class _Row:
-    """A response that is being generated."""
-
-    prompt: Sequence[int]
-    sample: int
-    limit: int  # tokens it may have
-    response: Response
 
 
 class StaticEngine:
@@ -135,45 +108,35 @@ class StaticEngine:
             UserError: a prompt is empty or leaves no room for a response.
             FloatingPointError: the model's logits are not finite.
         """
-        check_prompts(prompts, self.max_sequence_length)
-        responses = [[Response() for _ in range(samples_per_prompt)] for _ in prompts]
-        rows = [
-            _Row(
-                prompt=prompt,
-                sample=first_sample + i * samples_per_prompt + j,
-                limit=min(sampling.max_tokens, self.max_sequence_length - len(prompt)),
-                response=response,
-            )
-            for i, prompt in enumerate(prompts)
-            for j, response in enumerate(responses[i])
-        ]
-        stops = self.stop_ids | frozenset(stop_token_ids)
+        drawing = Drawing(
+            prompts,
+            samples_per_prompt,
+            sampling,
+            seed=seed,
+            update=update,
+            stream=stream,
+            first_sample=first_sample,
+            stops=self.stop_ids | frozenset(stop_token_ids),
+            max_sequence_length=self.max_sequence_length,
+        )
         finished = 0
 
-        def choose(logits: Tensor, rows: list[_Row]) -> list[bool]:
+        def choose(logits: Tensor, rows: list[Row]) -> list[bool]:
             """Append a token to every row's response; tells which rows have ended."""
             nonlocal finished
-            places = torch.tensor([[len(row.response.token_ids), row.sample] for row in rows])
-            uniforms = noise(*places.to(logits.device).T, seed=seed, update=update, stream=stream)
-            tokens, logprobs = self._draw(logits, uniforms, sampling)
-            ended = []
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                row.response.token_ids.append(token)
-                row.response.logprobs.append(logprob)
-                if token in stops:
-                    row.response.finish_reason = "stop"
-                ended.append(token in stops or len(row.response.token_ids) == row.limit)
+            drawing.draw(logits, rows, self._draw)
+            ended = [row.ended for row in rows]
             if progress is not None and any(ended):
                 finished += sum(ended)
-                progress(finished, len(prompts) * samples_per_prompt)
+                progress(finished, len(drawing.rows))
             return ended
 
         with ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(generating(chunk, self.max_sequence_length))
-            for wave in _waves(rows, self.batch_size):
+            for wave in _waves(drawing.rows, self.batch_size):
                 self._run(wave, choose)
-        return responses
+        return drawing.responses
 
     def _draw(
         self, logits: Tensor, uniforms: Tensor, sampling: SamplingConfig
@@ -194,7 +157,7 @@ class StaticEngine:
             raise FloatingPointError("the model's logits are not finite")
         return drawn[0].long(), drawn[1]
 
-    def _run(self, rows: list[_Row], choose: Callable[[Tensor, list[_Row]], list[bool]]) -> None:
+    def _run(self, rows: list[Row], choose: Callable[[Tensor, list[Row]], list[bool]]) -> None:
         """Generate the responses of one wave."""
         length = min(len(row.prompt) for row in rows)
         logits, context = self._prefill(rows, length)
@@ -219,7 +182,7 @@ class StaticEngine:
             logits = self._forward(torch.tensor(tokens)[:, None], context)
             length += 1
 
-    def _prefill(self, rows: list[_Row], length: int) -> tuple[Tensor, StaticInferenceContext]:
+    def _prefill(self, rows: list[Row], length: int) -> tuple[Tensor, StaticInferenceContext]:
         """Run the first `length` prompt tokens, once for rows that agree in them.
 
         Returns:
@@ -280,13 +243,13 @@ class StaticEngine:
         return logits[:, -1] if logits is not None else torch.empty(rows, 0, device=device)
 
 
-def _waves(rows: list[_Row], batch_size: int) -> Iterator[list[_Row]]:
+def _waves(rows: list[Row], batch_size: int) -> Iterator[list[Row]]:
     """Split rows into batches of prompts of similar length.
 
     Feeding the rest of a prompt takes no more steps than its response may take: beyond that, a wave
     of its own costs less.
     """
-    wave: list[_Row] = []
+    wave: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.prompt)):
         fed = len(row.prompt) - len(wave[0].prompt) if wave else 0
         if len(wave) == batch_size or fed > min(row.limit, _MOST_FED):
@@ -297,7 +260,7 @@ def _waves(rows: list[_Row], batch_size: int) -> Iterator[list[_Row]]:
         yield wave
 
 
-def _drop(rows: list[_Row], ended: list[bool], context: StaticInferenceContext) -> list[_Row]:
+def _drop(rows: list[Row], ended: list[bool], context: StaticInferenceContext) -> list[Row]:
     """Take ended rows out of the batch: the last rows move into their places in the cache.
 
     Megatron reads only as many rows of the cache as it gets tokens for.
@@ -314,20 +277,6 @@ def _drop(rows: list[_Row], ended: list[bool], context: StaticInferenceContext) 
     for hole, mover in zip(holes, movers, strict=True):
         rows[hole] = rows[mover]
     return rows[:left]
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], max_sequence_length: int) -> None:
-    """Make sure that every prompt has a token and leaves room for one.
-
-    Raises:
-        UserError: one does not.
-    """
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < max_sequence_length:
-            raise UserError(
-                f"prompt {i} has {len(prompt)} tokens: expected 1 to {max_sequence_length - 1}, "
-                f"since prompt and response together may have {max_sequence_length}"
-            )
 
 
 @contextmanager
