@@ -147,8 +147,8 @@ class _Tended:
         self._start = lambda: _start(helper.arguments, helper.ranks, first_device, variables)
         self.processes = self._start()
 
-    def tend(self) -> str | None:
-        """Start the group again if one of it has died; why it cannot be, if so."""
+    def tend(self) -> int | None:
+        """Start the group again if one of it has died; its exit code, if it cannot be."""
         failed = [code for process in self.processes if (code := process.poll())]
         if not failed:
             return None
@@ -157,7 +157,8 @@ class _Tended:
             process.wait()
         ended = f"{' '.join(self.helper.arguments)}: ended with exit code {failed[0]}"
         if self.restarts == self.helper.restarts or failed[0] == EXIT_USER_ERROR:
-            return ended
+            _say(f"{ended}; so the run ends")
+            return failed[0]
         self.restarts += 1
         _say(f"{ended}; started again ({self.restarts} of {self.helper.restarts})")
         self.processes = self._start()
@@ -178,10 +179,9 @@ def _watch(
         if deadline is None and (interrupted.is_set() or any(codes.values())):
             deadline = time.monotonic() + _GRACE_S
         for group in tended if deadline is None else ():
-            reason = group.tend()
-            if reason is not None:
-                _say(f"{reason}; so the run ends")
-                return {0: 1}
+            code = group.tend()
+            if code is not None:
+                return {0: code}
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)

@@ -211,3 +211,24 @@ def test_a_trainer_that_waits_for_a_dead_worker_stops_on_request(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
     assert "stopped while rollout workers were at work" in said
+
+
+def test_workers_that_cannot_be_end_the_run_with_exit_2(tmp_path):
+    rollout = config_for(tmp_path / "run").rollout.model_dump() | SEPARATE
+    config = config_for(tmp_path / "run", rollout=rollout | {"workers": {"tensor": 5}})
+    process = start(config)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    assert "num_attention_heads" in said and "ended with exit code 2; so the run ends" in said
+    assert "Traceback" not in said
+
+
+def test_an_exchange_directory_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    rollout = config_for(tmp_path / "run").rollout.model_dump() | SEPARATE
+    rollout |= {"exchange_dir": str(tmp_path / "file"), "workers": {"restarts": 0}}
+    process = start(config_for(tmp_path / "run", rollout=rollout))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    assert f"error: {tmp_path}/file" in said and "not written (" in said
+    assert "Traceback" not in said

@@ -92,6 +92,10 @@ class RolloutMaker:
         if remote is None:
             self.engine = policy.engine()
 
+    def has_asked(self, stream: str, update: int) -> bool:
+        """Whether separate workers have been asked for this, and it has not been made yet."""
+        return (stream, update) in self._asked
+
     def ask(
         self,
         problems: Sequence[Problem],
@@ -101,10 +105,8 @@ class RolloutMaker:
         update: int,
         stream: str,
     ) -> None:
-        """Have separate workers begin with what `make` will be called for; again: does nothing."""
+        """Have separate workers begin with what `make` will be called for."""
         assert self.remote is not None
-        if (stream, update) in self._asked:
-            return
         self._asked[stream, update] = self.remote.ask(
             [self.prompt(problem) for problem in problems],
             samples,
@@ -161,7 +163,8 @@ class RolloutMaker:
                 progress=progress,
             )
         else:
-            self.ask(problems, samples, sampling, update=update, stream=stream)
+            if not self.has_asked(stream, update):
+                self.ask(problems, samples, sampling, update=update, stream=stream)
             collected = self.remote.collect(self._asked.pop((stream, update)), progress)
             own_responses, drift = collected.responses[own], collected.drift
         generation_s = time.perf_counter() - started

@@ -179,6 +179,11 @@ class Trainer:
                 state.data_position += config.train.prompts_per_step
                 state.step += 1
                 last = state.step == config.train.steps
+                try:
+                    self._sync(record)
+                except UserError:  # the step is done, whatever becomes of the workers
+                    self._save_what_is_done(record)
+                    raise
                 self.deadline.step_took(time.perf_counter() - begun)
                 out_of_time = distributed.rank() == 0 and not last and self.deadline.reached()
                 stop = distributed.any_rank(requested.is_set() or out_of_time)
@@ -249,15 +254,19 @@ class Trainer:
         if config.algorithm.name == "reinforce":
             record["reward/baseline"] = self.baseline.value
         # Colocated, the engine reads the trainer's own weights: nothing is sent, nothing drifts.
-        started, sent = time.perf_counter(), 0
-        if self.workers is not None and result is not None and result.applied:
-            sent = self.workers.publish()
-        self.maker.version = self.learner.update
-        seconds = time.perf_counter() - started if self.workers is not None else 0.0
-        record |= {"time/sync_s": seconds, "sync/seconds": seconds, "sync/bytes": sent}
+        record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
         record["sync/version"] = self.learner.update
         record["sync/drift_max"] = 0.0 if self.workers is None else batch.drift
         return record
+
+    def _sync(self, record: Record) -> None:
+        """Bring separate workers to the weights, if they have changed; `record` gets `sync/*`."""
+        if self.workers is None or self.maker.version == self.learner.update:
+            return
+        started = time.perf_counter()
+        record["sync/bytes"] = self.workers.publish()
+        self.maker.version = self.learner.update
+        record["time/sync_s"] = record["sync/seconds"] = time.perf_counter() - started
 
     def _ask_ahead(self) -> None:
         """Let separate workers generate for this step, and for as many more as may lag behind."""
@@ -266,7 +275,7 @@ class Trainer:
         config = self.config
         for ahead in range(config.rollout.max_lag + 1):
             step = self.state.step + ahead
-            if step < config.train.steps:
+            if step < config.train.steps and not self.maker.has_asked("rollout", step):
                 self.maker.ask(
                     self._next_problems(ahead),
                     config.train.responses_per_prompt,

@@ -13,12 +13,12 @@ Files are JSON, written under another name and renamed: a reader sees whole ones
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_logra import whole_file
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rollout.drawing import Response
@@ -56,14 +56,8 @@ class Share:
     """Version of the weights that all its tokens were sampled from."""
     responses: list[list[Response]] = field(default_factory=list)
     """[prompts of the share][samples]"""
-    seconds: float = 0.0
-    """Of generation."""
     drift: float | None = None
     """Largest difference from the trainer's weights that the worker's last audit found."""
-    received_bytes: int = 0
-    """Bytes of weights that the worker has read so far."""
-    healed: list[str] = field(default_factory=list)
-    """Why the worker has taken whole weights in place of updates, each time."""
     error: str | None = None
     """Why there are no responses."""
 
@@ -80,9 +74,13 @@ class Exchange:
         self.directory = directory / run
 
     def ask(self, request: Request) -> None:
-        """Publish a request. Called by one process of the trainer."""
+        """Publish a request. Called by one process of the trainer.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         data = {**asdict(request), "sampling": request.sampling.model_dump()}
-        _write(self._request(request.number), data)
+        self._write(self._request(request.number), data)
 
     def request(self, number: int) -> Request | None:
         """A request; None if it has not been asked yet."""
@@ -93,8 +91,12 @@ class Exchange:
         return Request(**{**data, "sampling": SamplingConfig(**data["sampling"])})
 
     def answer(self, number: int, worker: int, share: Share) -> None:
-        """Publish a worker's share. Called by one process of the worker."""
-        _write(self._response(number, worker), asdict(share))
+        """Publish a worker's share. Called by one process of the worker.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._write(self._response(number, worker), asdict(share))
 
     def answered(self, number: int, worker: int) -> bool:
         """Whether a worker has published its share."""
@@ -143,7 +145,7 @@ class Exchange:
 
     def stop(self) -> None:
         """Tell the workers that there will be no more."""
-        _write(self.directory / "stop", {})
+        self._write(self.directory / "stop", {})
 
     def stopped(self) -> bool:
         """Whether there will be no more."""
@@ -152,6 +154,11 @@ class Exchange:
     def numbers(self) -> list[int]:
         """Numbers of the requests that are not collected yet, the oldest first."""
         return sorted(int(path.stem.rsplit("_", 1)[1]) for path in self.directory.glob("request_*"))
+
+    def _write(self, path: Path, data: object) -> None:
+        # Asked or answered again after a crash of the machine: nothing need be on disk.
+        with whole_file.explained(self.directory, "what trainer and rollout workers exchange is"):
+            whole_file.write(path, json.dumps(data, allow_nan=False).encode(), flush=False)
 
     def _request(self, number: int) -> Path:
         return self.directory / f"request_{number:07d}.json"
@@ -165,13 +172,3 @@ def _read_share(path: Path) -> Share:
     groups: Sequence[Sequence[dict[str, object]]] = data["responses"]
     responses = [[Response(**response) for response in group] for group in groups]  # type: ignore[arg-type]
     return Share(**{**data, "responses": responses})
-
-
-def _write(path: Path, data: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(data, allow_nan=False))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

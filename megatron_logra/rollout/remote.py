@@ -19,12 +19,8 @@ class Collected:
 
     responses: list[list[Response]]
     """[prompts][samples]; each token has its version."""
-    seconds: float
-    """The slowest worker's time of generation."""
     drift: float | None
     """Largest drift of any worker."""
-    healed: int
-    """Times that a worker has taken whole weights in place of updates."""
 
 
 class RemoteEngine:
@@ -102,12 +98,7 @@ class RemoteEngine:
                     response.versions = [share.version] * len(response.token_ids)
                 responses.append(group)
         drifts = [share.drift for share in shares if share.drift is not None]
-        return Collected(
-            responses,
-            max(share.seconds for share in shares),
-            max(drifts) if drifts else None,
-            sum(len(share.healed) for share in shares),
-        )
+        return Collected(responses, max(drifts) if drifts else None)
 
     def stop(self) -> None:
         """Let the workers end."""

@@ -6,6 +6,7 @@ It keeps nothing that matters: a worker that is started again takes up where its
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -113,12 +114,16 @@ class Worker:
 
     def _answer(self, exchange: Exchange, request: Request) -> None:
         # Not a newer version: what is sampled would depend on who is faster.
-        if not self.follower.catch_up(request.version):
+        known = len(self.follower.healed)
+        caught_up = self.follower.catch_up(request.version)
+        for reason in self.follower.healed[known:]:
+            if distributed.rank() == 0:
+                print(f"rollout worker {self.index} took whole weights: {reason}", file=sys.stderr)
+        if not caught_up:
             time.sleep(POLL_S)
             return
         receiver = self.follower.receiver
         share = request.share(self.index, self.count)
-        started = time.perf_counter()
         try:
             responses = self.engine.generate(
                 request.prompts[share],
@@ -133,10 +138,7 @@ class Worker:
             result = Share(
                 version=receiver.version,
                 responses=responses,
-                seconds=time.perf_counter() - started,
                 drift=receiver.drift.largest if receiver.drift else None,
-                received_bytes=self.follower.received_bytes,
-                healed=self.follower.healed,
             )
         except (UserError, FloatingPointError) as error:
             result = Share(error=str(error))

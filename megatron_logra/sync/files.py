@@ -13,15 +13,14 @@ refresh and the updates after it are kept, which is all that a late or restarted
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_logra import distributed
-from megatron_logra.errors import UserError
+from megatron_logra import distributed, whole_file
 from megatron_logra.sync.payload import Payload, PayloadError, assemble
 from megatron_logra.sync.receiver import Receiver
 from megatron_logra.sync.sender import Sender
@@ -48,7 +47,7 @@ def read_head(directory: Path) -> Head | None:
     """What the directory offers; None before the trainer's first word."""
     try:
         return Head(**json.loads((directory / HEAD).read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -81,13 +80,14 @@ class FileSender:
         """Publish whole weights, in place of whatever another run has left; returns bytes."""
 
         def clear() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / HEAD).unlink(missing_ok=True)
-            for path in self.directory.iterdir():
-                if _VERSION.fullmatch(path.name):
-                    shutil.rmtree(path)
+            with self._explained():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / HEAD).unlink(missing_ok=True)
+                for path in self.directory.iterdir():
+                    if _VERSION.fullmatch(path.name):
+                        shutil.rmtree(path)
 
-        distributed.first(lambda: _guarded(clear, self.directory))
+        distributed.first(clear)
         return self._publish("refresh")
 
     def publish(self) -> int:
@@ -108,14 +108,13 @@ class FileSender:
     def _publish(self, kind: str) -> int:
         version = self.sender.learner.update
         place = self.directory / f"{kind}_{version:07d}"
-
         data = self.sender.update() if kind == "update" else self.sender.refresh()
 
         def write() -> int:
             if data is None:
                 return 0
-            piece = place / f"piece_{self.sender.piece:03d}"
-            _guarded(lambda: _write(piece, data), self.directory)
+            with self._explained():
+                whole_file.write(place / f"piece_{self.sender.piece:03d}", data)
             return len(data)
 
         sent = sum(distributed.each(write))
@@ -124,12 +123,20 @@ class FileSender:
         head = Head(self.sender.run, version, self._refreshed, self.dense)
 
         def announce() -> None:
-            _write(self.directory / HEAD, json.dumps(asdict(head)).encode())
-            if kind == "refresh":
-                _prune(self.directory, version)
+            with self._explained():
+                whole_file.write(self.directory / HEAD, json.dumps(asdict(head)).encode())
+                if kind == "refresh":
+                    _prune(self.directory, version)
 
-        distributed.first(lambda: _guarded(announce, self.directory))
+        distributed.first(announce)
         return sent
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return whole_file.explained(
+            self.directory,
+            "weights for rollout workers",
+            "they still find the version before",
+        )
 
 
 class FileFollower:
@@ -145,8 +152,6 @@ class FileFollower:
         self.directory = directory
         self.receiver = receiver
         self.name = name
-        self.received_bytes = 0
-        """Bytes read so far."""
         self.healed: list[str] = []
         """Why whole weights were taken in place of updates, each time."""
 
@@ -204,28 +209,13 @@ class FileFollower:
             use(payload)
         except PayloadError as error:
             failure = f"{place.name}: {error}"
-        self.received_bytes += payload.nbytes
         failures = [text for text in distributed.each(lambda: failure) if text is not None]
         return failures[0] if failures else None
 
     def _ask(self) -> None:
         """Ask the trainer for whole weights with its next update."""
-        (self.directory / "wanted").mkdir(exist_ok=True)
-        (self.directory / "wanted" / self.name).touch()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        with whole_file.explained(self.directory, "a wish for whole weights is"):
+            whole_file.write(self.directory / "wanted" / self.name, b"", flush=False)
 
 
 def _prune(directory: Path, refreshed: int) -> None:
@@ -250,14 +240,3 @@ def _take_wishes(directory: Path) -> bool:
     for wish in wishes:
         wish.unlink()
     return bool(wishes)
-
-
-def _guarded[T](action: Callable[[], T], directory: Path) -> T:
-    try:
-        return action()
-    except OSError as error:
-        free = shutil.disk_usage(directory).free / 2**20 if directory.exists() else 0
-        raise UserError(
-            f"{directory}: weights for rollout workers not written ({error.strerror}; "
-            f"{free:.0f} MiB free there); they still find the version before"
-        ) from error

@@ -12,7 +12,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_logra.config import SketchConfig
-from megatron_logra.distributed import any_rank
 from megatron_logra.model.parameters import local_part, whole_name
 from megatron_logra.optimizer.master_weights import MasterWeight, master_weight
 from megatron_logra.sketch.capture import SketchCapture, Target
@@ -198,10 +197,6 @@ class Receiver:
         found = held[place] == asked
         mine = target.weight.detach().cpu().index_select(axis, place[found]).float()
         return mine, block.tensor.index_select(axis, found.nonzero()[:, 0]).float()
-
-    def agree(self, failure: str | None) -> str | None:
-        """Whether any rank of this receiver has failed; they go on or heal together."""
-        return failure or ("another rank failed" if any_rank(failure is not None) else None)
 
 
 class RoundedWeight:
