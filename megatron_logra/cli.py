@@ -8,19 +8,16 @@ arguments and configuration are known to be right.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import megatron_logra
-from megatron_logra import launcher
+from megatron_logra import launcher, stopping
 from megatron_logra.config import Config, load_config, require_trainable
 from megatron_logra.errors import (
     EXIT_STOPPED,
@@ -123,7 +120,7 @@ def train(argv: Sequence[str]) -> int:
     if starts_ranks or separate:
         helpers = _rollout_workers(config, args) if separate else []
         return launcher.launch(["train", *argv], args.nproc, helpers)
-    with _stopping_at_once():  # until the first step begins
+    with stopping.handled(_stop_at_once):  # until the first step begins
         _become_rank()
 
         from megatron_logra.rl import trainer
@@ -155,22 +152,9 @@ def _rollout_workers(config: Config, args: argparse.Namespace) -> list[launcher.
     ]
 
 
-@contextlib.contextmanager
-def _stopping_at_once() -> Iterator[None]:
-    """Within: SIGTERM and SIGUSR1 raise `StopRequested`, as long as nothing can be lost by it."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise StopRequested("stopped before training began, with nothing to save")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals only ever reach the main thread
-        return
-    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+def _stop_at_once(_number: int, _frame: FrameType | None) -> None:
+    """A request to stop, as long as nothing can be lost by it."""
+    raise StopRequested("stopped before training began, with nothing to save")
 
 
 def _told(summary: dict[str, Any]) -> str:
@@ -185,6 +169,19 @@ def _told(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _as_rank(
+    command: str, argv: Sequence[str], args: argparse.Namespace, work: Callable[[Config], object]
+) -> int:
+    """Do a command's work as one of its ranks, or start the local ranks that do; the exit code."""
+    starts_ranks = _starts_ranks(args)
+    config = load_config(args.config, args.overrides)
+    if starts_ranks:
+        return launcher.launch([command, *argv], args.nproc)
+    _become_rank()
+    work(config)
+    return 0
+
+
 def rollout_worker(argv: Sequence[str]) -> int:
     """Generate for a trainer elsewhere (rollout.placement: separate), until it has no more."""
     parser = _parser("rollout-worker")
@@ -194,18 +191,13 @@ def rollout_worker(argv: Sequence[str]) -> int:
     )
     _add_ranks(parser)
     args = parser.parse_intermixed_args(argv)
-    starts_ranks = _starts_ranks(args)
-    config = load_config(args.config, args.overrides)
-    if config.rollout.placement != "separate":
-        raise UserError("rollout.placement: a rollout worker needs separate, got colocated")
-    if starts_ranks:
-        return launcher.launch(["rollout-worker", *argv], args.nproc)
-    _become_rank()
 
-    from megatron_logra.rollout import worker
+    def work(config: Config) -> None:
+        from megatron_logra.rollout import worker
 
-    worker.run(config, args.index)
-    return 0
+        worker.run(config, args.index)
+
+    return _as_rank("rollout-worker", argv, args, work)
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -215,16 +207,13 @@ def evaluate(argv: Sequence[str]) -> int:
     _add_checkpoint(parser)
     _add_ranks(parser)
     args = parser.parse_intermixed_args(argv)
-    starts_ranks = _starts_ranks(args)
-    config = load_config(args.config, args.overrides)
-    if starts_ranks:
-        return launcher.launch(["eval", *argv], args.nproc)
-    _become_rank()
 
-    from megatron_logra.rl import evaluate
+    def work(config: Config) -> None:
+        from megatron_logra.rl import evaluate
 
-    evaluate.run(config, args.checkpoint)
-    return 0
+        evaluate.run(config, args.checkpoint)
+
+    return _as_rank("eval", argv, args, work)
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -237,16 +226,13 @@ def generate(argv: Sequence[str]) -> int:
     _add_checkpoint(parser)
     _add_ranks(parser)
     args = parser.parse_intermixed_args(argv)
-    starts_ranks = _starts_ranks(args)
-    config = load_config(args.config, args.overrides)
-    if starts_ranks:
-        return launcher.launch(["generate", *argv], args.nproc)
-    _become_rank()
 
-    from megatron_logra.rl import evaluate
+    def work(config: Config) -> None:
+        from megatron_logra.rl import evaluate
 
-    evaluate.generate(config, args.prompt, args.checkpoint)
-    return 0
+        evaluate.generate(config, args.prompt, args.checkpoint)
+
+    return _as_rank("generate", argv, args, work)
 
 
 def plan(argv: Sequence[str]) -> int:

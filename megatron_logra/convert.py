@@ -35,7 +35,7 @@ from megatron_logra.model.gpt import GPTArguments, transformer_config
 from megatron_logra.model.huggingface import Checkpoint, check_names, read_config, read_json
 from megatron_logra.model.identity import describe
 from megatron_logra.model.safetensors_io import DTYPES, NAMES, Writer
-from megatron_logra.model.specs import CHECKPOINT_NAMES
+from megatron_logra.model.specs import FUSED_NAMES
 from megatron_logra.model.torch_dist_io import Piece, Place, Reader
 from megatron_logra.planner.shapes import parameter_shapes
 
@@ -187,7 +187,7 @@ def to_hf(
             for parameter, parts in shard:
                 _tell(number, len(tensors), parameter.name)
                 for part in _read(reader, model, parameter):
-                    writer.write([part.to(parts[0][2])])
+                    writer.write(part.to(parts[0][2]))
                 number += 1
             writer.close()
         if len(shards) > 1:
@@ -212,7 +212,7 @@ def _place(name: str) -> Place:
     if head or not rest:
         return name, None
     number, _, inner = rest.partition(".")
-    for ours, stored in CHECKPOINT_NAMES.items():
+    for ours, stored in FUSED_NAMES.items():
         if inner.startswith(ours):
             inner = stored + inner.removeprefix(ours)
     return f"decoder.layers.{inner}", int(number)

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -95,7 +96,8 @@ def build_rank(cfg: Config, rank: int, ranks: int) -> Built:
             if learner.sketch is not None:
                 state["sketch"] = learner.sketch.sharded_state_dict()
             apply_factories(state)  # gate and up are saved apart
-            return Built(learner.memory_bytes(), list(_sharded_tensors(state)))
+            tensors = [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
+            return Built(learner.memory_bytes(), tensors)
     finally:
         distributed.shutdown()
         gc.collect()
@@ -113,32 +115,11 @@ def _without_memory() -> Iterator[None]:
         mock.patch.object(platform, "device", return_value=META),
         mock.patch.object(torch.cuda, "current_device", return_value=META),
         # The optimizers tell types apart by the name that they have on a GPU.
-        mock.patch.object(torch.Tensor, "type", _gpu_type_name(torch.Tensor.type)),
+        mock.patch.object(torch.Tensor, "type", platform.gpu_type_name(torch.Tensor.type)),
         mock.patch.object(Projections, "redraw"),
         META,
     ):
         yield
-
-
-def _gpu_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if not isinstance(result, str):
-            return result
-        return f"torch.cuda.{result.rsplit('.', 1)[-1]}"
-
-    return type_name
-
-
-def _sharded_tensors(node: Any) -> Iterator[ShardedTensor]:
-    if isinstance(node, ShardedTensor):
-        yield node
-    elif isinstance(node, dict):
-        for value in node.values():
-            yield from _sharded_tensors(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _sharded_tensors(value)
 
 
 def _compare(rank: int, built: dict[str, int], planned: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from megatron_logra import stopping
 from megatron_logra.errors import EXIT_STOPPED, EXIT_USER_ERROR
 
 _GRACE_S = 15.0
@@ -218,13 +219,8 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[threading.
         for process in processes:
             process.send_signal(number)  # not sent to one that has ended
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    former = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with stopping.handled(handle, (*stopping.REQUESTS, signal.SIGINT)):
         yield interrupted
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

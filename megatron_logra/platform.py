@@ -85,7 +85,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
         # The optimizers tell parameter types apart by the name that the type has on a GPU.
-        (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        (torch.Tensor, "type", gpu_type_name(torch.Tensor.type)),
         # Scalars, norms and masks that Megatron makes with a literal device="cuda".
         *[(importlib.import_module(name), "torch", cpu_torch) for name in LITERAL_CUDA],
         # The random states behind dropout and activation recomputation. There is one generator on
@@ -133,13 +133,15 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` whose answer for a CPU tensor is the name of the GPU's type."""
+def gpu_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type` whose answer is the name that the type has on a GPU."""
 
     @functools.wraps(original)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        if not isinstance(result, str):
+            return result
+        return f"torch.cuda.{result.rsplit('.', 1)[-1]}"
 
     return type_name
 

@@ -15,8 +15,9 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 from megatron_logra.errors import UserError
 
@@ -134,17 +135,29 @@ def _parse(told: str) -> float | None:
         return None
 
 
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to save and to stop."""
+
+
+@contextmanager
+def handled(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals] = REQUESTS
+) -> Iterator[None]:
+    """Within: `handler` gets these signals. They reach the main thread only: elsewhere, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, own in former.items():
+            signal.signal(number, own)
+
+
 @contextmanager
 def requests() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGUSR1 set, so that the step they come in is finished first."""
+    """An event that a request to stop sets, so that the step it comes in is finished first."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals only ever reach the main thread
-        return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    former = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
-    try:
+    with handled(lambda *_: stop.set()):
         yield stop
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import transformers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -47,3 +49,43 @@ def tiny_model(
     """A model of `tiny_config`, with random weights of its `train.seed`."""
     config, arguments = transformer_config(tiny_config(spec, **sections))
     return build_model(config, arguments, pg)
+
+
+def letters_config(
+    run_dir: Path, spec: dict[str, Any], function: str = "Letters", **sections: dict[str, Any]
+) -> Config:
+    """Steps that move the policy far; 3 problems and 3 micro-batches do not divide by 2."""
+    base: dict[str, dict[str, Any]] = {
+        "sketch": {"rank": 8},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"batch_size": 5, "sampling": {"max_tokens": 5, "stop": list("ABCDEFGH")}},
+        "train": {"steps": 3, "prompts_per_step": 3, "responses_per_prompt": 4}
+        | {"micro_batch_size": 4},
+        "step_control": {"probe_responses": 3, "realised_kl_interval": 1, "factor_dtype": "fp32"}
+        | {"update_ratio": 0.05, "kl_budget": 0.1, "kl_budget_final": 0.1},
+        "eval": {"problems": 5, "interval": 1},
+        "checkpoint": {"interval": 1, "keep": 3},
+        "logging": {"run_dir": str(run_dir), "tensorboard": False},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    config = tiny_config(spec, **base)
+    environment = {"kind": "python", "function": f"trainer_environments:{function}"}
+    return Config.model_validate({**config.model_dump(), "environment": environment})
+
+
+def save_tiny_llama(directory: Path, vocabulary: int) -> Path:
+    """A Hugging Face directory with a random Llama with tied embeddings."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory

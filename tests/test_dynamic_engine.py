@@ -14,9 +14,9 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 from test_static_engine import (
     MODELS,
+    assert_bf16_logprobs_are_near,
     assert_logprobs_are_of,
     full_logits,
     full_logprobs,
@@ -334,20 +334,7 @@ def test_the_model_is_left_as_it_was_and_the_cache_is_freed(
 def test_bf16_models_generate_with_logprobs_near_the_full_forward(
     pg: ProcessGroupCollection, generator: torch.Generator, wrapped: bool
 ) -> None:
-    model = tiny_model(pg, train={"precision": "bf16"})
-    prompts = random_prompts(generator, [6, 3, 10])
-    outer = Float16Module(model.config, model) if wrapped else model
-    results = dynamic(outer, pg).generate(
-        prompts, 4, SamplingConfig(max_tokens=12), seed=1, update=0
-    )
-    gaps = torch.cat(
-        [
-            torch.tensor(response.logprobs) - full_logprobs(model, prompt, response)
-            for prompt, group in zip(prompts, results, strict=True)
-            for response in group
-        ]
-    )
-    assert gaps.abs().mean() < 0.05 and gaps.abs().max() < 0.4
+    assert_bf16_logprobs_are_near(dynamic, pg, generator, wrapped)
 
 
 @pytest.mark.parametrize("length", [0, 40, 500])

@@ -21,8 +21,8 @@ from training import backward, make_learner, probe_of
 
 from megatron_logra.errors import UserError
 from megatron_logra.model.gpt import forward_head
-from megatron_logra.model.specs import block_spec
-from megatron_logra.model.twin import FUSED_NORMS, local_twin, share_parameters
+from megatron_logra.model.specs import FUSED_NAMES, block_spec
+from megatron_logra.model.twin import local_twin, share_parameters
 from megatron_logra.optimizer.learner import Learner
 from megatron_logra.optimizer.predicted_kl import ProbeBatch
 
@@ -306,8 +306,10 @@ def test_auto_takes_differences_where_a_rule_is_missing(change, reason, director
 # --- the twin of local layers ---------------------------------------------------------------------
 
 
-def test_a_twin_shares_every_weight_and_predicts_the_same(directory, pg, generator):
-    learner, batches = prepared(directory, pg, generator, "forward_ad")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])  # gemma3: norms inside attention and MLP
+def test_a_twin_shares_every_weight_and_predicts_the_same(kind, tmp_path, pg, generator):
+    make_checkpoint(tmp_path, kind, False)
+    learner, batches = prepared(tmp_path, pg, generator, "forward_ad")
     predictor, probe = learner.predictor, probe_of(batches[1])
     expected = predictor.predict(probe, 1e-4)
     gc.collect()
@@ -337,7 +339,7 @@ def fused(block: nn.Module) -> nn.Module:
     """The block's parameters under the names that Transformer Engine's fused layers give them."""
     root = nn.Module()
     for name, parameter in block.named_parameters():
-        for norm, place in FUSED_NORMS.items():
+        for norm, place in FUSED_NAMES.items():
             if ".self_attention." not in name:
                 name = name.replace(norm, place)
         *path, leaf = name.split(".")

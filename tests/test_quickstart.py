@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import transformers
+from helpers import save_tiny_llama
 
 from megatron_logra import quickstart
 from megatron_logra.config import load_config
@@ -17,19 +17,7 @@ from megatron_logra.model import smollm2
 @pytest.fixture
 def tiny_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random Llama with tied embeddings, where the quickstart looks for SmolLM2."""
-    directory = tmp_path / "tiny model"
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=260,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    directory = save_tiny_llama(tmp_path / "tiny model", 260)
     monkeypatch.setattr(smollm2, "fetch", lambda: directory)
     return directory
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import letters_config, tiny_config
 from layout_runs import backward, whole_weights
 from megatron.core.distributed import param_and_grad_buffer
 from reference import make_batches
@@ -42,24 +42,7 @@ VARIES = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "host/", "gpu/")
 
 
 def config_for(run_dir: Path, **sections: dict[str, Any]) -> Config:
-    """Three steps that move the policy far; 3 problems and 3 micro-batches do not divide by 2."""
-    base: dict[str, dict[str, Any]] = {
-        "sketch": {"rank": 8},
-        "algorithm": {"name": "grpo"},
-        "rollout": {"batch_size": 5, "sampling": {"max_tokens": 5, "stop": list("ABCDEFGH")}},
-        "train": {"steps": 3, "prompts_per_step": 3, "responses_per_prompt": 4}
-        | {"micro_batch_size": 4},
-        "step_control": {"probe_responses": 3, "realised_kl_interval": 1, "factor_dtype": "fp32"}
-        | {"update_ratio": 0.05, "kl_budget": 0.1, "kl_budget_final": 0.1},
-        "eval": {"problems": 5, "interval": 1},
-        "checkpoint": {"interval": 1, "keep": 3},
-        "logging": {"run_dir": str(run_dir), "tensorboard": False},
-    }
-    for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
-    config = tiny_config(SPEC, **base)
-    environment = {"kind": "python", "function": "trainer_environments:Letters"}
-    return Config.model_validate({**config.model_dump(), "environment": environment})
+    return letters_config(run_dir, SPEC, **sections)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny_config
+from helpers import letters_config
 
 from megatron_logra.config import Config, config_from_dict, dump_yaml
 from megatron_logra.errors import UserError
@@ -25,23 +25,15 @@ FREE = ("time/", "rollout/tokens_per_s", "memory/", "comm/", "sync/", "host/", "
 
 
 def config_for(run_dir: Path, function: str = "Letters", **sections: dict[str, Any]) -> Config:
-    base: dict[str, dict[str, Any]] = {
-        "sketch": {"rank": 8},
-        "algorithm": {"name": "grpo"},
-        "rollout": {"batch_size": 5, "sampling": {"max_tokens": 5, "stop": list("ABCDEFGH")}},
-        "train": {"steps": 4, "prompts_per_step": 3, "responses_per_prompt": 4}
-        | {"micro_batch_size": 4},
-        "step_control": {"probe_responses": 3, "realised_kl_interval": 0, "factor_dtype": "fp32"}
-        | {"update_ratio": 0.05, "kl_budget": 0.1, "kl_budget_final": 0.1},
-        "eval": {"problems": 5, "interval": 2},
+    own: dict[str, dict[str, Any]] = {
+        "train": {"steps": 4},
+        "step_control": {"realised_kl_interval": 0},
+        "eval": {"interval": 2},
         "checkpoint": {"interval": 2, "keep": 2},
-        "logging": {"run_dir": str(run_dir), "tensorboard": False},
     }
     for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
-    config = tiny_config(SPEC, **base)
-    environment = {"kind": "python", "function": f"trainer_environments:{function}"}
-    return Config.model_validate({**config.model_dump(), "environment": environment})
+        own[name] = own.get(name, {}) | values
+    return letters_config(run_dir, SPEC, function, **own)
 
 
 def start(config: Config, *arguments: str) -> subprocess.Popen[str]:

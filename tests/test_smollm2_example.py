@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import save_tiny_llama
 from safetensors.torch import load_file
 
 from megatron_logra import cli
@@ -34,19 +35,7 @@ def eval_hf() -> Any:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=261,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_tiny_llama(tmp_path / "model", 261)
 
 
 @pytest.mark.parametrize("kind", ["logra", pytest.param("adam", marks=pytest.mark.slow)])

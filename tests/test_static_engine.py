@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -333,17 +333,15 @@ def test_the_model_is_left_as_it_was_and_the_cache_is_freed(
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-def test_bf16_models_generate_with_logprobs_near_the_full_forward(
-    pg: ProcessGroupCollection, generator: torch.Generator, wrapped: bool
+def assert_bf16_logprobs_are_near(
+    make: Callable[..., Any], pg: ProcessGroupCollection, generator: torch.Generator, wrapped: bool
 ) -> None:
+    """What an engine, made by `make(model, pg)`, reports of a bf16 model is near a full forward."""
     model = tiny_model(pg, train={"precision": "bf16"})
     assert next(model.parameters()).dtype == torch.bfloat16
     prompts = random_prompts(generator, [6, 3, 10])
     outer = Float16Module(model.config, model) if wrapped else model
-    results = engine(outer, pg).generate(
-        prompts, 4, SamplingConfig(max_tokens=12), seed=1, update=0
-    )
+    results = make(outer, pg).generate(prompts, 4, SamplingConfig(max_tokens=12), seed=1, update=0)
     gaps = torch.cat(
         [
             torch.tensor(response.logprobs) - full_logprobs(model, prompt, response)
@@ -353,6 +351,13 @@ def test_bf16_models_generate_with_logprobs_near_the_full_forward(
     )
     # Roundings may differ between batch shapes, depending on the machine's matrix products.
     assert gaps.abs().mean() < 0.05 and gaps.abs().max() < 0.4
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
+def test_bf16_models_generate_with_logprobs_near_the_full_forward(
+    pg: ProcessGroupCollection, generator: torch.Generator, wrapped: bool
+) -> None:
+    assert_bf16_logprobs_are_near(engine, pg, generator, wrapped)
 
 
 @pytest.mark.parametrize("spec", [{}, {"apply_query_key_layer_scaling": True}])

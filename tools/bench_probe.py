@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_model import model_section
 
 from megatron_logra import platform
 
@@ -37,18 +38,7 @@ def make_predictor(args: argparse.Namespace, pg: Any) -> PredictedKL:
     """The benchmark's model with a random direction in its proxies."""
     cfg = config_from_dict(
         {
-            "model": {
-                "spec": {
-                    "num_layers": args.layers,
-                    "hidden_size": args.hidden,
-                    "ffn_hidden_size": args.hidden * 8 // 3 // 64 * 64,
-                    "num_attention_heads": args.hidden // 64,
-                    "num_query_groups": args.hidden // 64,
-                    "vocab_size": args.vocabulary,
-                    "share_embeddings_and_output_weights": True,
-                },
-                "tokenizer": "bytes",
-            },
+            "model": model_section(args.layers, args.hidden, args.vocabulary),
             "sketch": {"rank": args.rank},
             "step_control": {"probe_max_tokens": args.max_tokens},
             "train": {

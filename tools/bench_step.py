@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_model import model_section
 
 from megatron_logra import platform
 
@@ -40,18 +41,7 @@ def configuration(args: argparse.Namespace, kind: str) -> Config:
     """The benchmark's model: a GPT with grouped queries and SwiGLU."""
     return config_from_dict(
         {
-            "model": {
-                "spec": {
-                    "num_layers": args.layers,
-                    "hidden_size": args.hidden,
-                    "ffn_hidden_size": args.hidden * 8 // 3 // 64 * 64,
-                    "num_attention_heads": args.hidden // 64,
-                    "num_query_groups": args.hidden // 64,
-                    "vocab_size": args.vocabulary,
-                    "share_embeddings_and_output_weights": True,
-                },
-                "tokenizer": "bytes",
-            },
+            "model": model_section(args.layers, args.hidden, args.vocabulary),
             "optimizer": {"kind": kind, "master": args.master},
             "sketch": {"rank": args.rank},
             "parallel": {"tensor": args.tensor, "sequence": args.sequence_parallel},

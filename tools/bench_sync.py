@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_model import model_section
 
 from megatron_logra import platform
 
@@ -51,16 +52,7 @@ def configuration(hidden: int, layers: int) -> Config:
     """A GPT of this width in bf16, with a sketch rank of a twelfth of it."""
     return config_from_dict(
         {
-            "model": {
-                "spec": {
-                    "num_layers": layers,
-                    "hidden_size": hidden,
-                    "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
-                    "num_attention_heads": hidden // 64,
-                    "vocab_size": 1024,
-                },
-                "tokenizer": "bytes",
-            },
+            "model": model_section(layers, hidden, 1024),
             "sketch": {"rank": hidden // 12},
             "step_control": {"mode": "lr", "lr": {"lr": 1e-3}},
             "rollout": {"placement": "separate", "sync": "sketch"},

@@ -24,7 +24,6 @@ import hashlib
 import itertools
 import json
 import math
-import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from typing import Any
 
 import yaml
 
+from megatron_logra import stopping
 from megatron_logra.config import dump_yaml, load_config, parse_yaml
 from megatron_logra.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_logra.metrics import read_metrics
@@ -146,30 +146,13 @@ def run_cell(study: Study, cell: Cell) -> int:
         process = subprocess.Popen(
             [*command, "--nproc", str(cell.ranks)], stdout=log, stderr=subprocess.STDOUT
         )
-        with _PassingOn(process):
+        # Requests to stop go to the run, which saves; this program waits for it.
+        with stopping.handled(lambda number, _frame: process.send_signal(number)):
             code = process.wait()
     if code == 0:
         result = {"seconds": time.perf_counter() - started, "labels": dict(cell.labels)}
         (cell.directory / DONE).write_text(json.dumps(result) + "\n")
     return code
-
-
-class _PassingOn:
-    """Within: requests to stop go to the run, which saves; this program waits for it."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.former: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self.former[number] = signal.signal(
-                number, lambda number, _frame: self.process.send_signal(number)
-            )
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.former.items():
-            signal.signal(number, handler)
 
 
 def run(study: Study, only: int | None) -> int:

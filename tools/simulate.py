@@ -26,7 +26,7 @@ from megatron_logra import platform
 platform.quieten()
 
 from megatron_logra.config import Config, load_config  # noqa: E402
-from megatron_logra.errors import UserError  # noqa: E402
+from megatron_logra.errors import EXIT_USER_ERROR, UserError  # noqa: E402
 from megatron_logra.planner.hardware import TABLE, Efficiency, Hardware  # noqa: E402
 from megatron_logra.planner.shapes import Kind, layout_of  # noqa: E402
 from megatron_logra.planner.simulate import Simulated, simulate  # noqa: E402
@@ -234,7 +234,7 @@ def main() -> int:
         rows = scale(args) if args.command == "scale" else check(args)
     except UserError as error:
         print(f"simulate: error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     if args.command == "scale":
         print_scale(rows)
         if args.plot:

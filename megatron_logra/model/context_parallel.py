@@ -20,6 +20,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 
+def length_multiple(context: int, sequence: int) -> int:
+    """What the length of a sequence has to be a multiple of, so that ranks can share its positions.
+
+    Args:
+        context: context-parallel ranks, each of which holds two blocks.
+        sequence: tensor-parallel ranks that divide positions between linears; 1 if they do not.
+    """
+    return sequence * (2 * context if context > 1 else 1)
+
+
 def own_positions(length: int, group: dist.ProcessGroup) -> Tensor:
     """Positions of a sequence that this rank holds, [length / n] int64 in their order here.
 

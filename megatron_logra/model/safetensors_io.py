@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -128,12 +128,11 @@ class Writer:
         self._file: BinaryIO = path.open("wb")
         self._file.write(struct.pack("<Q", len(text)) + text)
 
-    def write(self, pieces: Iterable[Tensor]) -> None:
-        """Write the bytes of the next tensor, or of pieces of it one below the other."""
-        for piece in pieces:
-            data = piece.contiguous().flatten().view(torch.uint8).numpy()
-            self._left -= len(data)
-            self._file.write(memoryview(data))
+    def write(self, piece: Tensor) -> None:
+        """Write the bytes of the next tensor, or of the next piece of it, one below the other."""
+        data = piece.contiguous().flatten().view(torch.uint8).numpy()
+        self._left -= len(data)
+        self._file.write(memoryview(data))
 
     def close(self) -> None:
         """Close a file to which all that was promised has been written."""

@@ -40,11 +40,11 @@ from megatron_logra.model.gemma3 import (
 )
 from megatron_logra.model.norm import Norm
 
-CHECKPOINT_NAMES = {
+FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Checkpoints store these norms of a layer under the names that Megatron's fused layers use."""
+"""Where fused layers keep what are norms of their own here; checkpoints use these names, too."""
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -105,7 +105,7 @@ def block_spec(
             pre_mlp_layernorm=norm,
             mlp=partial(mlp.as_mlp_submodule, submodules=mlp_parts),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=CHECKPOINT_NAMES,
+            sharded_state_dict_keys_map=FUSED_NAMES,
         ),
     )
     layers = get_num_layers_to_build(config, vp_stage, pp_rank)

@@ -17,13 +17,8 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatron_logra.model.specs import block_spec
-
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Where a linear of Transformer Engine keeps what is a norm of its own in a local layer."""
+from megatron_logra.model.gemma3 import Gemma3Attention
+from megatron_logra.model.specs import FUSED_NAMES, block_spec
 
 UNFUSED: dict[str, Any] = {
     "transformer_impl": "local",
@@ -61,7 +56,13 @@ def local_twin(model: nn.Module) -> GPTModel:
     with torch.device("meta"), _OnMeta():
         block = TransformerBlock(
             config,
-            block_spec(config, "local", own.pg_collection.pp.rank(), own.vp_stage),
+            block_spec(
+                config,
+                "local",
+                own.pg_collection.pp.rank(),
+                own.vp_stage,
+                gemma3=any(isinstance(module, Gemma3Attention) for module in decoder.modules()),
+            ),
             post_layer_norm=decoder.post_layer_norm,
             pre_process=decoder.pre_process,
             post_process=decoder.post_process,
@@ -97,7 +98,7 @@ def share_parameters(source: nn.Module, local: nn.Module) -> None:
 
 def _name_in_source(name: str, available: dict[str, nn.Parameter]) -> str:
     if name not in available:
-        for norm, fused in FUSED_NORMS.items():
+        for norm, fused in FUSED_NAMES.items():
             if name.rpartition(".")[0].endswith(norm.rstrip(".")):
                 return name.replace(norm, fused)
     return name

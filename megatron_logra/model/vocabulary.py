@@ -14,6 +14,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_logra.model.parameters import EMBEDDING
+
 NO_LOGIT = -1e30
 """Logit of a padding column: no probability, and 0 · logit is still 0."""
 
@@ -33,7 +35,7 @@ def hide_padding(model: GPTModel, vocab_size: int) -> None:
     if model.vocab_size == vocab_size:
         return
     for name, weight in model.named_parameters():
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in (EMBEDDING, "output_layer.weight"):
             weight.unpadded_rows = vocab_size
     if not model.post_process:
         return

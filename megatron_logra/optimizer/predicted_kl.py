@@ -36,7 +36,7 @@ from torch import distributed as dist
 from megatron_logra import distributed
 from megatron_logra.distributed import all_reduce
 from megatron_logra.errors import UserError
-from megatron_logra.model.context_parallel import own_share
+from megatron_logra.model.context_parallel import length_multiple, own_share
 from megatron_logra.model.gpt import Head, LogitsFn, forward_head
 from megatron_logra.model.stages import through_stages
 from megatron_logra.model.twin import is_transformer_engine, local_twin
@@ -63,6 +63,12 @@ class ProbeBatch:
     """[b, s] int64."""
     mask: torch.Tensor
     """[b, s] bool: positions whose next token was generated."""
+
+    def to(self, device: torch.device) -> ProbeBatch:
+        """The same on a device."""
+        return ProbeBatch(
+            self.tokens.to(device), self.position_ids.to(device), self.mask.to(device)
+        )
 
     def require_tokens(self) -> None:
         """Raise `ValueError` if no position carries loss."""
@@ -246,8 +252,7 @@ class PredictedKL:
 
         Each chunk runs by itself, so that no pipeline stage waits for one that has found a lack.
         """
-        tp, cp = self.pg.tp.size(), self.pg.cp.size()
-        count = tp * (2 * cp if cp > 1 else 1)  # what can be divided over the ranks
+        count = length_multiple(self.pg.cp.size(), self.pg.tp.size())
         fields = (probe.tokens, probe.position_ids, probe.mask)
         few = ProbeBatch(*(own_share(field[:1, :count], self.pg.cp) for field in fields))
 

@@ -70,6 +70,17 @@ class PassEstimate:
         multiple = self.layout.pipeline if len(self.stage.chunks) > 1 else 1
         return -(-count // multiple) * multiple
 
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of this rank's share of the KL probe."""
+        cfg = self.cfg
+        if not self.stage.targets or cfg.step_control.mode != "kl_budget":
+            return 0
+        batch = cfg.train.prompts_per_step * cfg.train.responses_per_prompt
+        responses = min(cfg.step_control.probe_responses, batch)
+        length = min(cfg.step_control.probe_max_tokens, cfg.train.seq_length)
+        return math.ceil(responses / self.layout.data) * (length // self.layout.context)
+
     def activations(self) -> int:
         """Most bytes of activations at a time, estimated."""
         total = round(self._in_flight() * self.kept())

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_logra.config import Config
 from megatron_logra.distributed import check_layout
 from megatron_logra.errors import UserError
+from megatron_logra.model.context_parallel import length_multiple
 from megatron_logra.model.gpt import GPTArguments, transformer_config
 from megatron_logra.model.vocabulary import padded_size
 
@@ -312,8 +313,7 @@ class Model:
                     f"parallel.tensor: {layout.tensor} does not divide the model's {name}={size}"
                 )
         length = self.cfg.train.seq_length
-        # Context-parallel ranks hold two chunks each, one from either end.
-        parts = layout.positions_split * (2 * layout.context if layout.context > 1 else 1)
+        parts = length_multiple(layout.context, layout.positions_split)
         if length % parts:
             raise UserError(
                 f"train.seq_length: {length} cannot be divided over sequence- and context-parallel "

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from megatron_logra import data_parallel
 from megatron_logra.config import Config
 from megatron_logra.planner.estimates import PassEstimate
 from megatron_logra.planner.hardware import Efficiency, Hardware
@@ -196,13 +197,7 @@ class _StageTimes:
         return total
 
     def _probe(self) -> float:
-        cfg = self.cfg
-        if not self.stage.targets or cfg.step_control.mode != "kl_budget":
-            return 0.0
-        batch = cfg.train.prompts_per_step * cfg.train.responses_per_prompt
-        responses = math.ceil(min(cfg.step_control.probe_responses, batch) / self.layout.data)
-        length = min(cfg.step_control.probe_max_tokens, cfg.train.seq_length)
-        tokens = responses * length / self.layout.context
+        tokens = self.passes.probe_tokens
         return (2 * self._forward_flops(tokens) + self._sketch_flops(tokens)) / self.flops
 
     def _optimizer(self) -> float:
@@ -254,8 +249,8 @@ class _StageTimes:
         )
         gathered = sum(v for key, v in self.sent.items() if key.startswith("data/all_gather/"))
         elements = self.buffers.gradient_elements + self.buffers.sketch_elements
-        parallel = self.cfg.parallel
-        buckets = math.ceil(elements / (parallel.bucket_size or max(40e6, 1e6 * ranks)))
+        bucket = data_parallel.ddp_config(self.cfg.parallel, ranks).bucket_size
+        buckets = math.ceil(elements / bucket)
         gathers = len(self.stage.chunks)
         if "data/all_gather/master_rows" in self.sent:
             gathers += len(self.stage.targets)  # each target's rows by themselves

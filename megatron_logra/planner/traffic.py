@@ -32,7 +32,6 @@ evaluation, the realised KL, checkpoints).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from megatron_logra.model.vocabulary import padded_size
@@ -64,6 +63,7 @@ class _Count:
         passes = PassEstimate(model, stage)
         self.micro_batches = passes.micro_batches
         self.tokens = passes.tokens * passes.micro_batches
+        self.probe_tokens = passes.probe_tokens
         self.bytes = BYTES[self.cfg.train.precision]
         self.factor_bytes = BYTES[self.cfg.step_control.factor_dtype]
         self.first = stage.number == 0
@@ -113,10 +113,10 @@ class _Count:
         self._add("all_reduce", "grams", uses * 4 * rank * rank * len(row_parallel))
         summed = sum(s.numel for s in self.stage.trained if self._is_summed(s))
         self._add("all_reduce", "norm_gradients", 4 * summed)
-        if self._probe_tokens():
-            self._forward("probe", self._probe_tokens())
-            self._forward("probe", self._probe_tokens(), tangents=True)
-            self._projected("probe", self._probe_tokens())
+        if self.probe_tokens:
+            self._forward("probe", self.probe_tokens)
+            self._forward("probe", self.probe_tokens, tangents=True)
+            self._projected("probe", self.probe_tokens)
 
     def _add(self, collective: str, what: str, size: float) -> None:
         self.add("tensor", collective, what, size, self.layout.tensor)
@@ -170,16 +170,6 @@ class _Count:
         else:
             self._add("all_reduce", what, size * row_parallel)
 
-    def _probe_tokens(self) -> int:
-        """Tokens of this rank's share of the KL probe."""
-        cfg = self.cfg
-        if not self.stage.targets or cfg.step_control.mode != "kl_budget":
-            return 0
-        batch = cfg.train.prompts_per_step * cfg.train.responses_per_prompt
-        responses = min(cfg.step_control.probe_responses, batch)
-        length = min(cfg.step_control.probe_max_tokens, cfg.train.seq_length)
-        return math.ceil(responses / self.layout.data) * (length // self.layout.context)
-
     # --- pipeline- and context-parallel ranks -----------------------------------------------
 
     def pipeline(self) -> None:
@@ -188,7 +178,7 @@ class _Count:
             return
         width = self.config.hidden_size * self.bytes // self.layout.positions_split
         chunks = len(self.stage.chunks)
-        onwards = (chunks - self.last) * (self.tokens + 2 * self._probe_tokens())
+        onwards = (chunks - self.last) * (self.tokens + 2 * self.probe_tokens)
         back = (chunks - self.first) * self.tokens
         self.sent["pipeline/send/activations"] += width * (onwards + back)
         tied = sum(s.numel for s in self.stage.trained if s.tied)
@@ -206,6 +196,6 @@ class _Count:
             return
         # Both kinds of recomputation run attention once more; the probe gathers tangents, too.
         passes = 1 if self.cfg.train.recompute == "none" else 2
-        probe = 2 * self._probe_tokens() * width * self.stage.layers
+        probe = 2 * self.probe_tokens * width * self.stage.layers
         self.add("context", "all_gather", "keys_values", ranks * (passes * hop + probe), ranks)
         self.add("context", "reduce_scatter", "keys_values", ranks * hop, ranks)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from megatron_logra.model.context_parallel import own_share
+from megatron_logra.optimizer.predicted_kl import ProbeBatch
 
 
 @dataclass(frozen=True)
@@ -140,18 +141,6 @@ def micro_batches(
     ]
 
 
-@dataclass(frozen=True)
-class ProbeTensors:
-    """Responses on which the change of the policy is predicted and measured."""
-
-    tokens: Tensor
-    """[b, s] int64, right padded."""
-    position_ids: Tensor
-    """[b, s] int64."""
-    mask: Tensor
-    """[b, s] bool: the next token was generated, and counts."""
-
-
 def probe_batch(
     samples: Sequence[Sample],
     n: int,
@@ -159,7 +148,7 @@ def probe_batch(
     pad_id: int,
     *,
     length_multiple: int = 1,
-) -> ProbeTensors:
+) -> ProbeBatch:
     """`n` responses evenly spaced over the global batch by place, whatever their advantages.
 
     Responses without a token are passed over; with fewer than `n` others, all of them are taken.
@@ -176,7 +165,7 @@ def probe_batch(
         for sample in (generated[i * len(generated) // count] for i in range(count))
     ]
     batch = _micro_batch(chosen, tuple(range(count)), pad_id, length_multiple)
-    return ProbeTensors(batch.tokens, batch.position_ids, batch.loss_mask)
+    return ProbeBatch(batch.tokens, batch.position_ids, batch.loss_mask)
 
 
 _NOWHERE = -1  # the place of a row of padding

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_logra import checkpoint, distributed
 from megatron_logra.config import Config, SamplingConfig
 from megatron_logra.errors import UserError
+from megatron_logra.model.context_parallel import length_multiple
 from megatron_logra.model.gpt import GPTArguments, build_chunks, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights
 from megatron_logra.model.identity import describe
@@ -46,9 +47,8 @@ class Policy:
     @property
     def length_multiple(self) -> int:
         """Padded sequences are as long as a multiple of this: ranks may share their positions."""
-        cp = self.pg.cp.size()
-        context = 2 * cp if cp > 1 else 1
-        return context * (self.pg.tp.size() if self.tconfig.sequence_parallel else 1)
+        sequence = self.pg.tp.size() if self.tconfig.sequence_parallel else 1
+        return length_multiple(self.pg.cp.size(), sequence)
 
     @property
     def data_rank(self) -> tuple[int, int]:

@@ -33,7 +33,6 @@ from megatron_logra.metrics import (
     read_metrics,
 )
 from megatron_logra.optimizer.learner import Learner, StepResult
-from megatron_logra.optimizer.predicted_kl import ProbeBatch
 from megatron_logra.progress import Progress
 from megatron_logra.rl import evaluate, losses, rollouts
 from megatron_logra.rl.advantages import RunningBaseline, advantages
@@ -340,17 +339,13 @@ class Trainer:
         probe = None
         if self.learner.predictor is not None:
             control = config.step_control
-            found = probe_batch(
+            probe = probe_batch(
                 samples,
                 control.probe_responses,
                 control.probe_max_tokens,
                 pad_id,
                 length_multiple=self.policy.length_multiple,
-            )
-            device = platform.device()
-            probe = ProbeBatch(
-                found.tokens.to(device), found.position_ids.to(device), found.mask.to(device)
-            )
+            ).to(platform.device())
         result = self.learner.step(probe, mismatch)
         record |= {f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()}
         record |= {

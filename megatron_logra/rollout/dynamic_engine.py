@@ -104,24 +104,13 @@ class DynamicEngine:
         progress: Callable[[int, int], None] | None = None,
         new_weights: Callable[[], int | None] | None = None,
     ) -> list[list[Response]]:
-        """Generate `samples_per_prompt` responses to every prompt.
-
-        Response j to prompt i has the sample index first_sample + i·samples_per_prompt + j; its
-        tokens depend on (seed, update, stream), this index, the weights and the prompt alone.
+        """Generate `samples_per_prompt` responses to every prompt, as `StaticEngine.generate` does.
 
         Args:
-            prompts: token ids.
-            samples_per_prompt: responses per prompt.
-            sampling: distribution and longest response; `sampling.stop` is not read here.
-            seed: seed of the run.
-            update: number of applied updates, so that each policy version has its own noise.
-            stream: name of the noise, such as `rollout` or `eval`.
-            first_sample: sample index of the first response.
-            stop_token_ids: further tokens that end a response.
-            progress: called with the numbers of finished and of all responses, as they change.
             new_weights: called between two steps, by all ranks of the replica. It may change the
                 model's weights, all ranks alike, and then returns the number of updates they are
                 of; keys and values are computed anew before the next token. Else it returns None.
+                The other arguments are those of `StaticEngine.generate`.
 
         Returns:
             One list of responses a prompt, in the order of the prompts. With `new_weights`, each

@@ -34,6 +34,8 @@ def run(config: Config, index: int) -> None:
     Raises:
         UserError: the configuration has no such worker, or does not fit the machine.
     """
+    if config.rollout.placement != "separate":
+        raise UserError("rollout.placement: a rollout worker needs separate, got colocated")
     workers = config.rollout.workers
     if not 0 <= index < workers.count:
         raise UserError(f"--index {index}: expected 0 to {workers.count - 1} (rollout.workers)")
