@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -272,3 +273,25 @@ def test_every_option_says_what_it_is():
                 (annotation,) = get_args(annotation)
             is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
             assert field.description or is_section, f"{section.__name__}.{name}"
+
+
+def options(cls: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """The dotted keys of all options."""
+    found = []
+    for name, field in cls.model_fields.items():
+        annotation = field.annotation
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            found += options(annotation, f"{prefix}{name}.")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+@pytest.mark.parametrize("key", options())
+def test_a_wrong_value_is_refused_in_one_line_that_names_its_key(key, tmp_path):
+    with pytest.raises(UserError) as raised:
+        load(tmp_path, MODEL + "environment: {kind: jsonl}\n", f"{key}=[[1]]")
+    message = str(raised.value)
+    assert "\n" not in message and re.sub(r"\.\d+", "", message).startswith(key), message

@@ -73,7 +73,7 @@ def test_a_step_is_trained_exported_and_evaluated_with_transformers(
     options = {"stop_ids": frozenset({7}), "pad_id": 0, "batch_size": 5}
     engine = StaticEngine([model], max_sequence_length=64, pg=pg, **options)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    other = tool.TransformersEngine(loaded.eval(), **options)
+    other = tool.TransformersEngine(loaded.eval(), longest=64, **options)
     prompts = [torch.randint(261, (n,)).tolist() for n in (3, 9, 5)]
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(temperature=temperature, max_tokens=10)

@@ -74,9 +74,11 @@ def test_five_budgeted_updates_equal_the_dense_reference(rule, checkpoint, pg, g
         alpha = min(3.0, math.sqrt(budget / predicted))
         reference.add(changes, alpha)
         assert result.applied and result.kl_budget == pytest.approx(budget, rel=1e-12)
-        assert result.kl_predicted == pytest.approx(predicted, rel=1e-4)
-        assert result.alpha == pytest.approx(alpha, rel=1e-4)
-        assert result.update_ratio == pytest.approx(6e-5 * alpha, rel=1e-4)
+        # `plain` divides by rows' root second moments, which magnifies fp32's rounding where
+        # those are small: once in some twenty inputs beyond 1e-4.
+        assert result.kl_predicted == pytest.approx(predicted, rel=1e-3)
+        assert result.alpha == pytest.approx(alpha, rel=5e-4)
+        assert result.update_ratio == pytest.approx(6e-5 * alpha, rel=5e-4)
         alphas.append(alpha)
         for name, weight in weights_of(learner).items():
             assert relative_error(weight, reference.weight(name)) < 1e-6
