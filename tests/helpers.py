@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -89,3 +91,15 @@ def save_tiny_llama(directory: Path, vocabulary: int) -> Path:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def quick(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Parameters of a test: those that are not chosen are marked slow."""
+    values = list(values)
+    assert set(chosen) <= set(values)
+    return [v if v in chosen else _slow(v) for v in values]
+
+
+def _slow(value: Any) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import letters_config, tiny_config
+from helpers import letters_config, quick, tiny_config
 from layout_runs import backward, whole_weights
 from megatron.core.distributed import param_and_grad_buffer
 from reference import make_batches
@@ -94,7 +94,7 @@ def assert_same_weights(weights: Any, expected: Any) -> None:
         assert (weights[name] - weight).norm() <= 1e-4 * weight.norm(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, set(LAYOUTS) - {"tp2", "pp2"}))
 def test_every_layout_samples_and_learns_the_same(layout, ranks, reference, tmp_path):
     size, parallel = LAYOUTS[layout]
     reference_dir, (_, sampled, weights) = reference
@@ -112,7 +112,10 @@ def test_every_layout_samples_and_learns_the_same(layout, ranks, reference, tmp_
 
 @pytest.mark.parametrize(
     ("layout", "prefix_cache"),
-    [("one", True), ("tp2", False), ("tp2-sequence", True), ("dp2", False), ("pp2", True)],
+    quick(
+        [("one", True), ("tp2", False), ("tp2-sequence", True), ("dp2", False), ("pp2", True)],
+        [("tp2-sequence", True), ("dp2", False), ("pp2", True)],
+    ),
 )
 def test_the_dynamic_engine_samples_and_learns_as_the_static_one(
     layout, prefix_cache, ranks, reference, tmp_path
@@ -144,7 +147,7 @@ def test_a_run_goes_on_under_another_layout(layout, ranks, reference, tmp_path):
     assert_same_records(run_dir, reference_dir)
 
 
-@pytest.mark.parametrize("kind", ["logra", "adam"])
+@pytest.mark.parametrize("kind", quick(("logra", "adam"), ("logra",)))
 def test_supervised_training_is_the_same_on_two_data_parallel_ranks(kind, ranks, tmp_path):
     """One rank's last micro-batch carries no loss; its gradients come and are reduced all the same.
 
@@ -270,7 +273,8 @@ def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) 
     metrics = directory / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 180
     while not (metrics.exists() and metrics.read_text().count("\n") >= count):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import letters_config
+from helpers import letters_config, quick
 
 from megatron_logra.config import Config, config_from_dict, dump_yaml
 from megatron_logra.errors import UserError
@@ -80,7 +80,7 @@ def colocated(tmp_path_factory) -> Path:
     ("workers", "sync"),
     [
         ({"count": 2}, "sketch"),
-        ({"tensor": 2}, "sketch"),
+        pytest.param({"tensor": 2}, "sketch", marks=pytest.mark.slow),
         pytest.param({}, "dense", marks=pytest.mark.slow),
     ],
 )
@@ -113,9 +113,10 @@ def rollout_pids(launcher: int) -> list[int]:
     return [pid for pid, command in commands.items() if b"rollout-worker" in command]
 
 
-def test_an_asynchronous_run_keeps_its_lag_and_outlives_a_worker(tmp_path):
-    """200 steps with random delays of scoring, and one of two workers killed on the way."""
-    run_dir, steps = tmp_path / "run", 200
+@pytest.mark.parametrize("steps", quick((60, 200), (60,)))
+def test_an_asynchronous_run_keeps_its_lag_and_outlives_a_worker(steps, tmp_path):
+    """Random delays of scoring, and one of two workers killed on the way."""
+    run_dir = tmp_path / "run"
     rollout = config_for(run_dir).rollout.model_dump() | SEPARATE
     rollout |= {"max_lag": 2, "workers": {"count": 2}, "refresh_interval": 20}
     config = config_for(

@@ -345,11 +345,12 @@ def test_fifty_steps_leave_no_tensor_behind(checkpoint, pg, generator):
         return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
 
     counts = []
-    for _ in range(50):
+    for step in range(50):
         backward(learner, batches)
         assert learner.step(probe_of(batches[0])).applied
-        counts.append(live())
-    assert len(set(counts[2:])) == 1
+        if step in (2, 3, 4, 10, 49):
+            counts.append(live())
+    assert len(set(counts)) == 1
 
 
 def test_projections_are_refreshed_as_configured(checkpoint, pg, generator):
