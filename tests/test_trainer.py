@@ -321,7 +321,7 @@ def test_a_stop_request_saves_and_the_resumed_run_is_the_uninterrupted_one(tmp_p
     tests = Path(__file__).parent
     command = [sys.executable, "-m", "megatron_logra", "train", str(tmp_path / "config.yaml")]
     environment = {**os.environ, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # sums are split as here
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = stopped / "metrics.jsonl"
     deadline = time.monotonic() + 120

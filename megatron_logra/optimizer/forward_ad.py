@@ -139,6 +139,7 @@ def _add_rule(function: Any, rule: Rule) -> None:
         """The forward, which keeps what the rule needs only while a dual level is open."""
         result = forward(ctx, *arguments)
         if in_forward_mode():
+            ctx.set_materialize_grads(False)  # no zeros of a weight's size for its tangent
             ctx.logra_call = arguments, result
         return result
 

@@ -74,7 +74,7 @@ class Drawing:
         seed: int,
         update: int,
         stream: str,
-        first_sample: int,
+        first_sample: int = 0,
         stops: frozenset[int],
         max_sequence_length: int,
     ) -> None:

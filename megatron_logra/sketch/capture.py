@@ -282,15 +282,19 @@ class SketchCapture:
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """ẏ += -(x Aᵀ) Dᵀ."""
         primal, tangent = forward_ad.unpack_dual(output)
-        change = self._change(index, forward_ad.unpack_dual(x).primal)
-        if tangent is None:
-            if self._tangent_met:
-                raise MissingRule(
-                    f"something before {self.targets[index].name} loses forward mode's tangent"
-                )
-            tangent = -change
+        x = forward_ad.unpack_dual(x).primal
+        if tangent is not None:
+            # In one product: what is elementwise takes longest after the linears.
+            projected, direction = self._project(index, x), self.direction(index).to(x.dtype)
+            tangent = torch.addmm(
+                tangent.flatten(0, -2), projected.flatten(0, -2), direction.t(), alpha=-1
+            ).view_as(tangent)
+        elif self._tangent_met:
+            raise MissingRule(
+                f"something before {self.targets[index].name} loses forward mode's tangent"
+            )
         else:
-            tangent = tangent - change
+            tangent = -self._change(index, x)
         self._tangent_met = True
         return forward_ad.make_dual(primal, tangent)
 

@@ -178,7 +178,11 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -
 
 def serve(descriptor: int) -> None:
     """The worker's main loop: make the object, then answer calls until the socket closes."""
-    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):  # the program has ended
+        _answer(Connection(descriptor))
+
+
+def _answer(connection: Connection) -> None:
     factory, arguments = connection.recv()
     made: list[Any] = []
 
@@ -188,10 +192,7 @@ def serve(descriptor: int) -> None:
 
     connection.send(_guarded(make))
     while made:
-        try:
-            method, calls, limit_s = connection.recv()
-        except EOFError:
-            return
+        method, calls, limit_s = connection.recv()
         function = getattr(made[0], method)
         for call in calls:
             # Should the parent die, nobody is left to kill us: the kernel does, after more
@@ -202,7 +203,7 @@ def serve(descriptor: int) -> None:
             try:
                 connection.send(reply)
             except ConnectionError:
-                return
+                raise
             except Exception as error:  # not picklable
                 connection.send(("failure", _one_line(error)))
 
