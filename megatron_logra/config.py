@@ -269,6 +269,9 @@ class RolloutConfig(Section):
     sync: Literal["shared", "sketch", "dense"] = "shared"
     """`shared`: rollouts read the trainer's own weights (colocated); `sketch`: workers apply the
     factors of each update; `dense`: they get whole weights each time (separate)."""
+    transport: Literal["files", "gloo", "nccl"] = "files"
+    """How weights get to separate workers: `files` in `exchange_dir`; `gloo`, `nccl`: over process
+    groups, from the trainer's host memory or its GPUs."""
     workers: RolloutWorkersConfig = RolloutWorkersConfig()
     """Rollout workers of their own."""
     exchange_dir: str | None = None
@@ -434,6 +437,10 @@ class Config(Section):
             raise ValueError("rollout.sync: sketch needs optimizer.kind=logra; expected dense")
         if rollout.max_lag and rollout.placement == "colocated":
             raise ValueError("rollout.max_lag: more than 0 needs rollout.placement=separate")
+        if rollout.transport != "files" and rollout.placement == "colocated":
+            raise ValueError(
+                f"rollout.transport: {rollout.transport} needs rollout.placement=separate"
+            )
         if rollout.placement == "separate" and self.algorithm.name == "sft":
             raise ValueError("rollout.placement: separate is of no use to algorithm sft")
         return self

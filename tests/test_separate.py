@@ -167,6 +167,7 @@ def test_a_worker_that_always_dies_ends_the_run_with_the_reason(tmp_path):
     [
         ({"placement": "separate"}, "rollout.sync: expected shared with"),
         ({"sync": "sketch"}, "rollout.sync: expected shared with"),
+        ({"transport": "gloo"}, "rollout.transport: gloo needs rollout.placement=separate"),
         ({"max_lag": 1}, "rollout.max_lag: more than 0 needs rollout.placement=separate"),
         ({**SEPARATE, "workers": {"count": 0}}, "rollout.workers.count"),
     ],

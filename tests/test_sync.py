@@ -14,24 +14,26 @@ import pytest
 import torch
 from layout_runs import whole_weights
 from reference import config_for, make_checkpoint
-from sync_runs import make_receiver, one_update, receive, send
+from sync_runs import (
+    LAYOUTS,
+    STEP,
+    assert_follows,
+    make_receiver,
+    one_update,
+    receive,
+    send,
+)
 from training import make_learner
 
 from megatron_logra.errors import UserError
 from megatron_logra.optimizer.learner import Learner
-from megatron_logra.sync.files import FileFollower, FileSender
+from megatron_logra.sync.files import FileSender
+from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.payload import Payload, PayloadError, assemble, decode
 from megatron_logra.sync.receiver import OutOfOrder, Receiver
 from megatron_logra.sync.sender import Sender
 
 UPDATES = 5
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": 2}),
-    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
-}
-STEP = {"step_control": {"update_ratio": 0.01, "kl_budget": 0.1, "kl_budget_final": 0.1}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {**STEP},
     "bf16": {**STEP, "train": {"precision": "bf16"}},
@@ -45,22 +47,6 @@ def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, "qwen3", True)
     return path
-
-
-def assert_follows(received: Any, sent: Any, *, bits: bool, sections: dict[str, Any]) -> None:
-    bf16 = sections.get("train", {}).get("precision") == "bf16"
-    assert len(received) == len(sent)
-    for mine, theirs in zip(received, sent, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, weight in theirs.items():
-            if bits:
-                assert torch.equal(mine[name], weight), name
-            else:
-                room = weight.abs() * (2**-7 if bf16 else 2**-20) + 1e-7
-                assert bool(((mine[name] - weight).abs() <= room).all()), name
-    first, last = sent[0], sent[-1]
-    moved = [n for n in first if not torch.equal(first[n], last[n])]
-    assert any("linear_fc1" in name for name in moved), "training moved nothing"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -93,7 +79,7 @@ class Line:
     learner: Learner
     sender: FileSender
     receiver: Receiver
-    follower: FileFollower
+    follower: Follower
 
     def step(self) -> None:
         one_update(self.learner)
@@ -113,7 +99,7 @@ def line(directory, tmp_path, pg) -> Line:
     learner = make_learner(cfg, pg)
     sender = FileSender(tmp_path / "shared", Sender(learner, cfg.sketch, "first"))
     receiver = make_receiver(cfg)
-    follower = FileFollower(tmp_path / "shared", receiver, "worker")
+    follower = Follower(tmp_path / "shared", receiver, "worker")
     assert not follower.catch_up(), "there is nothing to follow yet"
     sender.start()
     assert follower.catch_up(0)
@@ -191,7 +177,7 @@ def test_a_late_or_restarted_receiver_catches_up_by_replay(line, directory):
     for _ in range(4):
         line.step()
     late = make_receiver(config_for(directory, **STEP))
-    follower = FileFollower(line.follower.directory, late, "late")
+    follower = Follower(line.follower.directory, late, "late")
     assert follower.catch_up() and late.version == 4 and follower.healed == []
     mine = whole_weights(late)
     assert all(torch.equal(mine[name], w) for name, w in whole_weights(line.learner).items())
@@ -255,7 +241,7 @@ def test_a_full_disk_is_one_line_and_readers_find_the_version_before(directory, 
         with pytest.raises(UserError, match=r"not written \(No space left on device; 0 MiB free"):
             fill()
         receiver = make_receiver(cfg)
-        assert FileFollower(shared, receiver, "worker").catch_up()
+        assert Follower(shared, receiver, "worker").catch_up()
         assert receiver.version == learner.update - 1
     finally:
         subprocess.run(["umount", str(shared)], check=True)
@@ -274,9 +260,7 @@ def test_a_bf16_receiver_drifts_where_an_exact_one_does_not(directory, tmp_path,
     learner = make_learner(cfg, pg)
     sender = FileSender(tmp_path, Sender(learner, cfg.sketch, "first", audit_interval=1))
     sender.start()
-    followers = [
-        FileFollower(tmp_path, make_receiver(cfg, kind), kind) for kind in ("fp32", "bf16")
-    ]
+    followers = [Follower(tmp_path, make_receiver(cfg, kind), kind) for kind in ("fp32", "bf16")]
     drift = {"fp32": 0.0, "bf16": 0.0}
     for version in range(1, 31):
         one_update(learner)

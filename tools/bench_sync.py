@@ -38,7 +38,8 @@ from megatron_logra.model.gpt import build_chunks, transformer_config  # noqa: E
 from megatron_logra.optimizer.learner import Learner  # noqa: E402
 from megatron_logra.planner import Layout  # noqa: E402
 from megatron_logra.planner.shapes import Model  # noqa: E402
-from megatron_logra.sync.files import FileFollower, FileSender  # noqa: E402
+from megatron_logra.sync.files import FileSender  # noqa: E402
+from megatron_logra.sync.follower import Follower  # noqa: E402
 from megatron_logra.sync.payload import assemble  # noqa: E402
 from megatron_logra.sync.receiver import Receiver  # noqa: E402
 from megatron_logra.sync.sender import Sender  # noqa: E402
@@ -114,7 +115,7 @@ def measure(hidden: int, layers: int, pg: ProcessGroupCollection) -> dict[str, A
     assert same, "the receiver does not hold the trainer's weights"
     with tempfile.TemporaryDirectory() as directory:
         files = FileSender(Path(directory), sender)
-        follower = FileFollower(Path(directory), receiver, "bench")
+        follower = Follower(Path(directory), receiver, "bench")
         files.start()
         follower.catch_up()
         through_files = []

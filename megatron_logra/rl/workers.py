@@ -14,7 +14,9 @@ from megatron_logra.optimizer.learner import Learner
 from megatron_logra.rollout.remote import RemoteEngine
 from megatron_logra.rollout.worker import SYNC, exchange_directory
 from megatron_logra.sync.files import FileSender
+from megatron_logra.sync.process_groups import GroupSender
 from megatron_logra.sync.sender import Sender
+from megatron_logra.sync.transport import Publisher
 
 _RUN = re.compile("run_[0-9a-f]{8}")
 
@@ -41,12 +43,21 @@ class Workers:
             timeout_s=rollout.timeout_s,
             seed=config.train.seed,
         )
-        self._sender = FileSender(
-            directory / SYNC,
-            Sender(learner, config.sketch, run, audit_interval=rollout.audit_interval),
-            refresh_interval=rollout.refresh_interval,
-            dense=rollout.sync == "dense",
-        )
+        sender = Sender(learner, config.sketch, run, audit_interval=rollout.audit_interval)
+        interval, dense = rollout.refresh_interval, rollout.sync == "dense"
+        self._sender: Publisher
+        if rollout.transport == "files":
+            self._sender = FileSender(
+                directory / SYNC, sender, refresh_interval=interval, dense=dense
+            )
+        else:
+            self._sender = GroupSender(
+                directory / SYNC,
+                sender,
+                backend=rollout.transport,
+                refresh_interval=interval,
+                dense=dense,
+            )
         self._sender.start()
 
     def publish(self) -> int:
@@ -65,6 +76,7 @@ class Workers:
         """Let the workers end, unless the run goes on elsewhere or after a restart."""
         if kind is None:
             self.engine.stop()
+        self._sender.close()
 
 
 def _new_run(directory: Path) -> str:

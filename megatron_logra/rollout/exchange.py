@@ -1,6 +1,6 @@
 """Requests and responses between trainer and rollout workers, as files in a shared directory.
 
-    sync/                             the trainer's weights (see `sync.files`)
+    sync/                             the trainer's weights (see `sync.transport`)
     RUN/request_0000003.json          what to generate, and with which version of the weights
     RUN/response_0000003_001.json     the second worker's share
     RUN/stop                          there will be no more

@@ -15,8 +15,9 @@ from megatron_logra.config import Config, ParallelConfig
 from megatron_logra.errors import UserError
 from megatron_logra.rl.policy import Policy, build_policy, join_ranks
 from megatron_logra.rollout.exchange import POLL_S, Exchange, Request, Share
-from megatron_logra.sync.files import FileFollower, read_head
+from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.receiver import Receiver
+from megatron_logra.sync.transport import read_head
 
 SYNC = "sync"
 """Directory of the weights within the exchange directory."""
@@ -66,7 +67,12 @@ class Worker:
             policy.pg,
             exactness=config.rollout.workers.exactness,
         )
-        self.follower = FileFollower(self.directory / SYNC, receiver, f"worker_{index}")
+        self.follower = Follower(
+            self.directory / SYNC,
+            receiver,
+            f"worker_{index}",
+            timeout_s=config.parallel.timeout_s,
+        )
         self.engine = policy.engine()
 
     def run(self) -> None:
@@ -120,7 +126,7 @@ class Worker:
         caught_up = self.follower.catch_up(request.version)
         for reason in self.follower.healed[known:]:
             if distributed.rank() == 0:
-                print(f"rollout worker {self.index} took whole weights: {reason}", file=sys.stderr)
+                print(f"rollout worker {self.index}: {reason}", file=sys.stderr)
         if not caught_up:
             time.sleep(POLL_S)
             return
