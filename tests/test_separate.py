@@ -77,16 +77,18 @@ def colocated(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("workers", "sync"),
+    ("workers", "sync", "transport"),
     [
-        ({"count": 2}, "sketch"),
-        pytest.param({"tensor": 2}, "sketch", marks=pytest.mark.slow),
-        pytest.param({}, "dense", marks=pytest.mark.slow),
+        ({"count": 2}, "sketch", "gloo"),
+        pytest.param({"count": 2}, "sketch", "files", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, "sketch", "gloo", marks=pytest.mark.slow),
+        pytest.param({}, "dense", "files", marks=pytest.mark.slow),
     ],
 )
-def test_the_on_policy_run_is_the_colocated_one(workers, sync, colocated, tmp_path):
+def test_the_on_policy_run_is_the_colocated_one(workers, sync, transport, colocated, tmp_path):
     run_dir = tmp_path / "run"
     rollout = {**SEPARATE, "sync": sync, "workers": workers, "audit_interval": 1}
+    rollout["transport"] = transport
     config = config_for(run_dir, rollout={**config_for(run_dir).rollout.model_dump(), **rollout})
     finish(start(config))
     assert_same_records(run_dir, colocated)
@@ -113,12 +115,16 @@ def rollout_pids(launcher: int) -> list[int]:
     return [pid for pid, command in commands.items() if b"rollout-worker" in command]
 
 
-@pytest.mark.parametrize("steps", quick((60, 200), (60,)))
-def test_an_asynchronous_run_keeps_its_lag_and_outlives_a_worker(steps, tmp_path):
+@pytest.mark.parametrize(
+    ("transport", "steps"),
+    quick([("files", 60), ("files", 200), ("gloo", 200)], [("files", 60)]),
+)
+def test_an_asynchronous_run_keeps_its_lag_and_outlives_a_worker(transport, steps, tmp_path):
     """Random delays of scoring, and one of two workers killed on the way."""
     run_dir = tmp_path / "run"
     rollout = config_for(run_dir).rollout.model_dump() | SEPARATE
     rollout |= {"max_lag": 2, "workers": {"count": 2}, "refresh_interval": 20}
+    rollout |= {"transport": transport}
     config = config_for(
         run_dir,
         "Delayed",

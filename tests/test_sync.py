@@ -286,4 +286,5 @@ def test_the_benchmark_measures_every_way_of_one_size(tmp_path):
     )
     (row,) = json.loads(file.read_text())["measured"]
     assert row["sketch_bytes"] < row["target_bytes"] < row["refresh_bytes"]
-    assert all(row[f"{way}_s"] > 0 for way in ("dense_files", "gloo_broadcast", "resharding"))
+    ways = ("dense_files", "sketch_groups", "dense_groups", "gloo_broadcast", "resharding")
+    assert all(row[f"{way}_s"] > 0 for way in ways)

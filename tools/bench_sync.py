@@ -3,9 +3,10 @@
     python tools/bench_sync.py [--hidden 256 512 1024] [--layers 4] [--json FILE]
 
 For each size, in one run: a real update of the trainer as a payload, decoded, checked and applied
-by a receiver, also through files; whole weights as a payload through files; and between two
-processes over gloo, whole bf16 weights by plain broadcasts and by Megatron's resharding. Beside it,
-what the arithmetic says for models that do not fit here.
+by a receiver; updates and whole weights as payloads through files and through a process group of
+gloo, between two threads; and between two processes over gloo, whole bf16 weights by plain
+broadcasts and by Megatron's resharding. Beside it, what the arithmetic says for models that do not
+fit here.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megatron_logra.planner.shapes import Model  # noqa: E402
 from megatron_logra.sync.files import FileSender  # noqa: E402
 from megatron_logra.sync.follower import Follower  # noqa: E402
 from megatron_logra.sync.payload import assemble  # noqa: E402
+from megatron_logra.sync.process_groups import GroupSender  # noqa: E402
 from megatron_logra.sync.receiver import Receiver  # noqa: E402
 from megatron_logra.sync.sender import Sender  # noqa: E402
 
@@ -113,25 +115,8 @@ def measure(hidden: int, layers: int, pg: ProcessGroupCollection) -> dict[str, A
         for mine, theirs in zip(receiver.capture.targets, targets, strict=True)
     )
     assert same, "the receiver does not hold the trainer's weights"
-    with tempfile.TemporaryDirectory() as directory:
-        files = FileSender(Path(directory), sender)
-        follower = Follower(Path(directory), receiver, "bench")
-        files.start()
-        follower.catch_up()
-        through_files = []
-        for _ in range(REPEATS):
-            update(learner)
-            started = time.perf_counter()
-            files.publish()
-            assert follower.catch_up(learner.update)
-            through_files.append(time.perf_counter() - started)
-
-        def whole() -> None:
-            files.start()
-            receiver.run = None
-            assert follower.catch_up()
-
-        dense_files = median(whole)
+    files = transport(FileSender, sender, receiver)
+    groups = transport(GroupSender, sender, receiver)
     return {
         "hidden": hidden,
         "layers": layers,
@@ -141,9 +126,38 @@ def measure(hidden: int, layers: int, pg: ProcessGroupCollection) -> dict[str, A
         "sketch_bytes": len(piece),
         "refresh_bytes": len(refresh),
         "sketch": {name: statistics.median(values) for name, values in times.items()},
-        "sketch_files_s": statistics.median(through_files),
-        "dense_files_s": dense_files,
+        "sketch_files_s": files[0],
+        "dense_files_s": files[1],
+        "sketch_groups_s": groups[0],
+        "dense_groups_s": groups[1],
     }
+
+
+def transport(
+    kind: type[FileSender] | type[GroupSender], sender: Sender, receiver: Receiver
+) -> tuple[float, float]:
+    """Median seconds from an update, and from whole weights, to a receiver that has them."""
+    with tempfile.TemporaryDirectory() as directory:
+        publisher = kind(Path(directory), sender)
+        follower = Follower(Path(directory), receiver, "bench")
+        publisher.start()
+        assert follower.catch_up()
+        updates = []
+        for _ in range(REPEATS):
+            update(sender.learner)
+            started = time.perf_counter()
+            publisher.publish()
+            assert follower.catch_up(sender.learner.update)
+            updates.append(time.perf_counter() - started)
+
+        def whole() -> None:
+            publisher.start()
+            receiver.run = None
+            assert follower.catch_up()
+
+        whole_s = median(whole)
+        publisher.close()
+        return statistics.median(updates), whole_s
 
 
 def over_gloo(rank: int, port: int, sizes: list[tuple[int, int]], found: Any) -> None:
@@ -203,7 +217,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
     "redraw ms": lambda row: 1e3 * row["sketch"]["redraw"],
     "apply ms": lambda row: 1e3 * row["sketch"]["apply"],
     "by files ms": lambda row: 1e3 * row["sketch_files_s"],
+    "by groups ms": lambda row: 1e3 * row["sketch_groups_s"],
     "whole by files ms": lambda row: 1e3 * row["dense_files_s"],
+    "whole by groups ms": lambda row: 1e3 * row["dense_groups_s"],
     "whole by gloo ms": lambda row: 1e3 * row["gloo_broadcast_s"],
     "resharding ms": lambda row: 1e3 * row["resharding_s"],
 }

@@ -43,6 +43,7 @@ LOGGED = 10
 """Updates before the newest refresh that are kept, for workers that are a little behind."""
 _POLL_S = 0.01
 _CONNECT_S = 60.0
+_LEAVE_S = 5.0
 
 
 class GroupSender(Publisher):
@@ -136,9 +137,9 @@ class _Server(threading.Thread):
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End, after the answer that is being given."""
+        """End, after the answer that is being given unless a worker does not take it."""
         self._closed.set()
-        self.join(self._timeout.total_seconds())
+        self.join(_LEAVE_S)
 
     def run(self) -> None:
         if self._backend == "nccl":  # a thread begins with the first GPU
