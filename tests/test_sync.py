@@ -27,10 +27,11 @@ from training import make_learner
 
 from megatron_logra.errors import UserError
 from megatron_logra.optimizer.learner import Learner
+from megatron_logra.optimizer.master_weights import Remainder
 from megatron_logra.sync.files import FileSender
 from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.payload import Payload, PayloadError, assemble, decode
-from megatron_logra.sync.receiver import OutOfOrder, Receiver
+from megatron_logra.sync.receiver import OutOfOrder, Receiver, RoundedWeight
 from megatron_logra.sync.sender import Sender
 
 UPDATES = 5
@@ -271,6 +272,16 @@ def test_a_bf16_receiver_drifts_where_an_exact_one_does_not(directory, tmp_path,
             assert found is not None and found.compared
             drift[follower.name] = max(drift[follower.name], found.largest)
     assert drift["fp32"] == 0.0 < drift["bf16"]
+
+
+def test_whole_weights_are_rounded_as_the_trainer_rounds_them(generator):
+    high = torch.randn(1000, 8, generator=generator).bfloat16()
+    value = (high.view(torch.int16).int() << 16 | 0x8000).view(torch.float32)  # halfway, all
+    trainer, receiver = torch.empty_like(high), torch.empty_like(high)
+    Remainder(trainer).load(value)
+    RoundedWeight(receiver).load(value)
+    assert torch.equal(trainer, receiver)
+    assert not torch.equal(trainer, value.bfloat16()), "ties to even would differ"
 
 
 def test_the_benchmark_measures_every_way_of_one_size(tmp_path):
