@@ -274,6 +274,21 @@ def test_a_bf16_receiver_drifts_where_an_exact_one_does_not(directory, tmp_path,
     assert drift["fp32"] == 0.0 < drift["bf16"]
 
 
+def test_the_drift_curve_is_zero_with_all_bits_and_after_a_refresh(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "tools"))
+    import drift_curve
+
+    rows = drift_curve.measure(20, 10)
+    assert [row["update"] for row in rows] == list(range(1, 21))
+    assert all(row[drift_curve.EXACT]["largest"] == 0 for row in rows)
+    rounded, refreshed = rows[-1][drift_curve.ROUNDED], rows[-1][drift_curve.REFRESHED]
+    assert 0 == refreshed["largest"] < rounded["largest"]
+    assert 0 == refreshed["kl"] < rounded["kl"]
+    assert rows[-2][drift_curve.REFRESHED]["relative"] > 0
+    drift_curve.plot(rows, 10, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").stat().st_size > 10_000
+
+
 def test_whole_weights_are_rounded_as_the_trainer_rounds_them(generator):
     high = torch.randn(1000, 8, generator=generator).bfloat16()
     value = (high.view(torch.int16).int() << 16 | 0x8000).view(torch.float32)  # halfway, all

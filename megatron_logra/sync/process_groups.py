@@ -149,9 +149,8 @@ class _Server(threading.Thread):
             while not self._closed.wait(_POLL_S):
                 while not self._closed.is_set() and self._store.queue_len(asked):
                     self._answer(self._store.queue_pop(asked))
-        except dist.DistError as error:  # the store is gone, and the trainer's first rank with it
-            if not self._closed.is_set():
-                _say(f"no more weights for rollout workers: {_first_line(error)}")
+        except dist.DistError:
+            return  # the store is gone, and the trainer's first rank with it: the run ends
 
     def _answer(self, question: bytes) -> None:
         try:
