@@ -83,6 +83,7 @@ def colocated(tmp_path_factory) -> Path:
         pytest.param({"count": 2}, "sketch", "files", marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, "sketch", "gloo", marks=pytest.mark.slow),
         pytest.param({}, "dense", "files", marks=pytest.mark.slow),
+        pytest.param({}, "dense", "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_the_on_policy_run_is_the_colocated_one(workers, sync, transport, colocated, tmp_path):
