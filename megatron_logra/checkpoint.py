@@ -261,6 +261,17 @@ def set_weights(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> No
         assert not missing and not result.unexpected_keys, result
 
 
+def write_weights(chunks: Sequence[torch.nn.Module], path: Path) -> None:
+    """Write the weights alone into an empty directory; what makes a checkpoint of it is not here.
+
+    Raises:
+        OSError, RuntimeError, CheckpointingException: they cannot be written.
+    """
+    _write_results_stay_in_this_process()
+    with _quiet():
+        dist_checkpointing.save(weights_state(chunks), str(path))
+
+
 def rng_state(pg: ProcessGroupCollection) -> ShardedObject:
     """The random states of this rank's Python, NumPy, torch and Megatron's tracker.
 

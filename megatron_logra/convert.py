@@ -4,7 +4,8 @@ What is made of a Hugging Face directory is a checkpoint like those of a run (`c
 `model.hf` too: config.json and the tokenizer lie in it). It fits any layout. The way back takes any
 checkpoint of this program; configuration and tokenizer come from the Hugging Face directory that
 the model was. Both hold one layer at a time, and write under another name first: what has the right
-name is whole.
+name is whole. Models of Megatron-Bridge (`model.bridge`) are held whole in host memory, and need
+the libraries of a GPU machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,16 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_logra import checkpoint as checkpoints
-from megatron_logra.config import config_from_dict
+from megatron_logra import distributed
+from megatron_logra.config import Config, ParallelConfig, config_from_dict
 from megatron_logra.errors import UserError
-from megatron_logra.model import torch_dist_io
+from megatron_logra.model import bridge, torch_dist_io
 from megatron_logra.model.families import Rule, family_of, rules, text_config
-from megatron_logra.model.gpt import GPTArguments, transformer_config
+from megatron_logra.model.gpt import transformer_config
 from megatron_logra.model.huggingface import Checkpoint, check_names, read_config, read_json
 from megatron_logra.model.identity import describe
 from megatron_logra.model.safetensors_io import DTYPES, NAMES, Writer
@@ -75,7 +77,7 @@ class Model:
     def __init__(self, directory: Path) -> None:
         config = read_config(directory)
         family = family_of(directory / "config.json", config)
-        self.config, self.arguments = _megatron_config(directory)
+        self.config, self.arguments = transformer_config(_config(directory))
         self.tied = self.arguments.share_embeddings_and_output_weights
         shapes = {
             shape.name if shape.name.endswith(".bias") else f"{shape.name}.weight": shape.size
@@ -105,6 +107,9 @@ def from_hf(source: Path, target: Path) -> None:
         UserError: a file is missing or damaged, a tensor contradicts config.json, the target exists
             or cannot be written. Nothing is left behind.
     """
+    if bridge.serves(source):
+        _from_hf_by_bridge(source, target)
+        return
     model, files = Model(source), Checkpoint(source)
     layers = model.config.num_layers
     check_names(files, {s for p in model.parameters for s in p.rule.sources}, model.tied)
@@ -135,14 +140,38 @@ def from_hf(source: Path, target: Path) -> None:
             pieces.append(piece)
     size = sum(math.prod(p.shape) * types[p.place[0]].itemsize for p in model.parameters)
     with _written(target, size) as unfinished:
-        read = sorted({*files.files.values(), source / "config.json"})
-        hashes = {path.name: _hash(path) for path in read}
+        hashes = _hashes(source, files)
         torch_dist_io.write(unfinished, pieces, layers)
-        _copy(source, unfinished, CONFIGURATION + TOKENIZER)
-        description = {"step": 0, "model": describe(model.config, model.arguments)}
-        _write_json(unfinished / checkpoints.DESCRIPTION, description)
-        _record(unfinished, source, hashes)
-        save_integrity_manifest(str(unfinished))
+        _complete(unfinished, source, hashes, describe(model.config, model.arguments))
+
+
+def _from_hf_by_bridge(source: Path, target: Path) -> None:
+    """`from_hf` of a model of Megatron-Bridge, which is built whole on the CPU."""
+    files = Checkpoint(source)
+    model = bridge.BridgedModel(_config(source, _precision(source)))
+    chunks = model.build(distributed.initialize(ParallelConfig(), 0), on_cpu=True)
+    model.load_hf_weights()
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    with _written(target, sum(w.numel() * w.element_size() for w in weights)) as unfinished:
+        hashes = _hashes(source, files)
+        checkpoints.write_weights(chunks, unfinished)
+        _complete(unfinished, source, hashes, describe(model.config, model.arguments))
+
+
+def _complete(
+    unfinished: Path, source: Path, hashes: dict[str, str], description: dict[str, Any]
+) -> None:
+    """Put what a checkpoint has besides weights beside them."""
+    _copy(source, unfinished, CONFIGURATION + TOKENIZER)
+    _write_json(unfinished / checkpoints.DESCRIPTION, {"step": 0, "model": description})
+    _record(unfinished, source, hashes)
+    save_integrity_manifest(str(unfinished))
+
+
+def _hashes(source: Path, files: Checkpoint) -> dict[str, str]:
+    """The hashes of what is read of a Hugging Face directory."""
+    read = sorted({*files.files.values(), source / "config.json"})
+    return {path.name: _hash(path) for path in read}
 
 
 def to_hf(
@@ -168,6 +197,9 @@ def to_hf(
     source = _checkpoint_of(source)
     description = checkpoints.read_description(source)
     like = like or _origin(source, description)
+    if bridge.serves(like):
+        _to_hf_by_bridge(source, target, like, dtype, shard_bytes)
+        return
     model = Model(like)
     ours = describe(model.config, model.arguments)
     checkpoints.require_same(source, description["model"], ours, f"model than {like}")
@@ -190,20 +222,115 @@ def to_hf(
                     writer.write(part.to(parts[0][2]))
                 number += 1
             writer.close()
-        if len(shards) > 1:
-            files = zip(_shard_names(len(shards)), shards, strict=True)
-            places = {m[0]: path for path, shard in files for _, made in shard for m in made}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            _write_json(unfinished / f"{_WEIGHTS}.index.json", index)
-        _copy(like, unfinished, CONFIGURATION + TOKENIZER)
-        _copy_own_tokenizer(description, unfinished)
-        _set_dtype(unfinished / "config.json", tensors[0][1][0][2])
-        _record(unfinished, source, read_json(source / "integrity.json")["files"])
+        files = zip(_shard_names(len(shards)), shards, strict=True)
+        places = {m[0]: path for path, shard in files for _, made in shard for m in made}
+        _write_index(unfinished, places, sum(sizes.values()))
+        _complete_hf(unfinished, source, like, tensors[0][1][0][2])
 
 
-def _megatron_config(directory: Path) -> tuple[TransformerConfig, GPTArguments]:
-    config = {"model": {"hf": str(directory)}, "train": {"seq_length": 2}}
-    return transformer_config(config_from_dict(config))
+def _to_hf_by_bridge(
+    source: Path, target: Path, like: Path, dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """`to_hf` of a model of Megatron-Bridge, which is built whole on the CPU.
+
+    What the checkpoint does not have, such as what sees images, stays as it is in `like`, after
+    whose tensors Megatron-Bridge names those that it makes.
+    """
+    if not any(like.glob("*.safetensors")):
+        raise UserError(
+            f"{like}: has no tensors; name the Hugging Face directory that the model was by --like"
+        )
+    files = Checkpoint(like)
+    description = checkpoints.read_description(source)
+    model = bridge.BridgedModel(_config(like, _precision(like)))
+    ours = describe(model.config, model.arguments)
+    checkpoints.require_same(source, description["model"], ours, f"model than {like}")
+    chunks = model.build(distributed.initialize(ParallelConfig(), 0), on_cpu=True)
+    model.load_hf_weights()
+    state = checkpoints.load(source, checkpoints.weights_state(chunks))
+    checkpoints.set_weights(chunks, state)
+    dtype = dtype or model.config.params_dtype
+    entries = map(files.entry, files.files)
+    size = sum(math.prod(entry.shape) for entry in entries) * dtype.itemsize
+    with _written(target, size) as unfinished:
+        tensors = ((name, tensor.to(dtype)) for name, tensor in model.hf_weights())
+        places = _write_stream(unfinished, tensors, shard_bytes)
+        for name in files.files.keys() - places.keys():
+            tied = name == "lm_head.weight" and model.arguments.share_embeddings_and_output_weights
+            # Heads for tokens further ahead are not built; inv_freq follows from config.json.
+            if not tied and not name.startswith("mtp.") and not name.endswith("inv_freq"):
+                raise UserError(f"{like}: Megatron-Bridge does not make tensor {name}")
+        _complete_hf(unfinished, source, like, dtype)
+
+
+def _write_stream(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], most: int
+) -> dict[str, Path]:
+    """Write tensors as they come, in files of at most `most` bytes; the file of each.
+
+    How many files there are is in their names, so they get these at the end.
+    """
+    shards: list[dict[str, Tensor]] = []
+    filled = total = 0
+
+    def write() -> None:
+        shard = shards[-1]
+        writer = Writer(
+            directory / f"part-{len(shards)}",
+            [(n, tuple(t.shape), t.dtype) for n, t in shard.items()],
+        )
+        for name in shard:
+            writer.write(shard[name])
+            shard[name] = shard[name].new_empty(0)
+        writer.close()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not shards or filled + size > most:
+            if shards:
+                write()
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+        total += size
+    write()
+    places: dict[str, Path] = {}
+    for number, (file, shard) in enumerate(zip(_shard_names(len(shards)), shards, strict=True), 1):
+        (directory / f"part-{number}").rename(directory / file)
+        places |= dict.fromkeys(shard, directory / file)
+    _write_index(directory, {name: path.name for name, path in places.items()}, total)
+    return places
+
+
+def _write_index(directory: Path, places: dict[str, str], size: int) -> None:
+    """Say in which file each tensor lies, if there are several."""
+    if len(set(places.values())) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        _write_json(directory / f"{_WEIGHTS}.index.json", index)
+
+
+def _complete_hf(unfinished: Path, source: Path, like: Path, dtype: torch.dtype) -> None:
+    """Put what a Hugging Face directory has besides weights beside them."""
+    _copy(like, unfinished, CONFIGURATION + TOKENIZER)
+    _copy_own_tokenizer(checkpoints.read_description(source, verified=True), unfinished)
+    _set_dtype(unfinished / "config.json", dtype)
+    _record(unfinished, source, read_json(source / "integrity.json")["files"])
+
+
+def _config(directory: Path, precision: str = "bf16") -> Config:
+    train = {"seq_length": 2, "precision": precision}
+    return config_from_dict({"model": {"hf": str(directory)}, "train": train})
+
+
+def _precision(directory: Path) -> str:
+    """The precision that keeps a Hugging Face directory's numbers."""
+    config = read_json(directory / "config.json")
+    text = config.get("text_config") or {}
+    names = [
+        part[key] for part in (config, text) for key in ("dtype", "torch_dtype") if key in part
+    ]
+    return "bf16" if names and set(names) == {"bfloat16"} else "fp32"
 
 
 def _place(name: str) -> Place:
@@ -337,7 +464,7 @@ def _written(target: Path, size: int) -> Iterator[Path]:
         unfinished.rename(target)
         checkpoints.flush(target.parent)
         done = True
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, CheckpointingException) as error:
         # torch reports the failed write of a tensor as a RuntimeError.
         reason = str(error).splitlines()[0]
         raise UserError(f"{target}: cannot be written: {reason}") from None

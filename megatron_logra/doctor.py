@@ -59,6 +59,7 @@ def inspect() -> list[Finding]:
         backend("NCCL", "nccl", "several GPUs cannot work together"),
         backend("gloo", "gloo", "several ranks on CPUs are off"),
         transformer_engine(has_gpu),
+        bridge(has_gpu),
         apex(),
         flash_attention(),
         slurm(),
@@ -207,6 +208,21 @@ def transformer_engine(has_gpu: bool) -> Finding:
             "it breaks the local layer specs (megatron-core then takes its norms): uninstall it "
             "here, or use an environment without it",
         )
+    return Finding(part, "ok", version)
+
+
+def bridge(has_gpu: bool) -> Finding:
+    """Megatron-Bridge, which serves models that are none of our families; see `model.bridge`."""
+    part, distribution = "Megatron-Bridge", "megatron-bridge"
+    effect = "models of other families than those built in are refused"
+    version = _version(distribution)
+    if version is None:
+        remedy = ": pip install 'megatron-logra[bridge]'" if has_gpu else ""
+        return Finding(part, "absent", "not installed", effect + remedy)
+    if not (0, 6) <= _release(version) < (0, 7):
+        return Finding(part, "warning", f"{version}; expected >=0.6,<0.7", effect)
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding(part, "warning", f"{version}, but no Transformer Engine", effect)
     return Finding(part, "ok", version)
 
 

@@ -337,6 +337,23 @@ def test_smollm2_speaks_as_in_transformers(pg: ProcessGroupCollection) -> None:
         "What is the capital of France?",
         "What is 7 + 8? Reply with only the final answer.",
         "Name three colours of the rainbow.",
+        "How many legs does a spider have?",
+        "Write one sentence about the sea.",
+        "Is 17 a prime number?",
+        "Translate 'good morning' into Spanish.",
+        "Who wrote Hamlet?",
+        "List the first five even numbers.",
+        "What is the opposite of cold?",
+        "Explain what a verb is.",
+        "Give me a name for a grey cat.",
+        "What do bees make?",
+        "Sort these numbers: 9, 2, 5.",
+        "Which planet is closest to the sun?",
+        "Finish the sentence: The train was late because",
+        "What is 12 times 3?",
+        "Spell the word 'necessary' backwards.",
+        "Wie viele Tage hat eine Woche?",
+        "Write a Python function that returns the larger of two numbers.",
     ]
     for question in questions:
         prompt = torch.tensor([tokenizer.encode_chat([{"role": "user", "content": question}])])

@@ -305,16 +305,21 @@ _TEXT_PREFIXES = {
 _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 
 
+def architecture(hf: dict[str, Any]) -> str:
+    """The name of a config.json's architecture; `none` if it has none."""
+    return str((hf.get("architectures") or ["none"])[0])
+
+
 def is_image_model(hf: dict[str, Any]) -> bool:
     """Whether a config.json describes a model of images and text."""
-    return (hf.get("architectures") or ["none"])[0] in IMAGE_MODELS
+    return architecture(hf) in IMAGE_MODELS
 
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """A config.json's part about the language model, as that of a model of text alone."""
     if not is_image_model(hf):
         return hf
-    name, defaults = IMAGE_MODELS[hf["architectures"][0]]
+    name, defaults = IMAGE_MODELS[architecture(hf)]
     general = {key: hf[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in hf}
     return {**defaults, **general, **(hf.get("text_config") or {}), "architectures": [name]}
 
@@ -333,9 +338,13 @@ def family_of(path: Path, hf: dict[str, Any]) -> Family:
     Raises:
         UserError: it is none of these.
     """
-    name = (hf.get("architectures") or ["none"])[0]
+    name = architecture(hf)
     if name not in FAMILIES:
-        raise UserError(f"{path}: architecture {name}; supported: {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{path}: architecture {name}; supported: {', '.join(FAMILIES)}; more are trained and "
+            "converted with Megatron-Bridge: pip install 'megatron-logra[bridge]' on a machine "
+            "with Transformer Engine"
+        )
     return FAMILIES[name]
 
 

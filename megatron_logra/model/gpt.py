@@ -142,8 +142,34 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         source, given = "model.spec", dict(cfg.model.spec or {})
     fields = _split(source, given)
     arguments = _gpt_arguments(source, given, cfg)
+    fields |= run_fields(cfg)
+    chunks = cfg.parallel.pipeline * cfg.parallel.virtual_pipeline
+    if fields["num_layers"] % chunks and not _sets_stages(fields):
+        name = "pipeline" if cfg.parallel.virtual_pipeline == 1 else "pipeline · virtual_pipeline"
+        raise UserError(
+            f"parallel.{name}: {chunks} does not divide the model's "
+            f"num_layers={fields['num_layers']}"
+        )
+    try:
+        config = TransformerConfig(**fields)
+    except (ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{source}: {' '.join(str(error).split())}") from None
+    if arguments.yarn_rotary_scaling_factor is not None:
+        # Megatron's dense layers look for these on the configuration, which has no such fields.
+        for name, value in dataclasses.asdict(arguments).items():
+            if name.startswith("yarn_"):
+                setattr(config, name, value)
+    return config, arguments
+
+
+def run_fields(cfg: Config) -> dict[str, Any]:
+    """Fields of TransformerConfig that follow from the run, whatever the model: see SET_ELSEWHERE.
+
+    Raises:
+        UserError: the wanted implementation cannot run here.
+    """
     precision = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
-    fields |= {
+    fields: dict[str, Any] = {
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": (
@@ -172,27 +198,11 @@ def transformer_config(cfg: Config) -> tuple[TransformerConfig, GPTArguments]:
         "use_cpu_initialization": platform.device().type == "cpu",
         "transformer_impl": choose_implementation(cfg.model.implementation),
     }
-    chunks = cfg.parallel.pipeline * cfg.parallel.virtual_pipeline
-    if fields["num_layers"] % chunks and not _sets_stages(fields):
-        name = "pipeline" if cfg.parallel.virtual_pipeline == 1 else "pipeline · virtual_pipeline"
-        raise UserError(
-            f"parallel.{name}: {chunks} does not divide the model's "
-            f"num_layers={fields['num_layers']}"
-        )
     if cfg.train.recompute != "none":
         fields["recompute_granularity"] = cfg.train.recompute
     if cfg.train.recompute == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    try:
-        config = TransformerConfig(**fields)
-    except (ValueError, AssertionError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{source}: {' '.join(str(error).split())}") from None
-    if arguments.yarn_rotary_scaling_factor is not None:
-        # Megatron's dense layers look for these on the configuration, which has no such fields.
-        for name, value in dataclasses.asdict(arguments).items():
-            if name.startswith("yarn_"):
-                setattr(config, name, value)
-    return config, arguments
+    return fields
 
 
 def build_chunks(
@@ -244,9 +254,14 @@ def build_model(
         pg_collection=pg,
     )
     gemma3.complete(model, arguments)
+    initialise(prepared(model, arguments), arguments.seed)
+    return model
+
+
+def prepared(model: GPTModel, arguments: GPTArguments) -> GPTModel:
+    """A chunk that has just been built, with the hooks that training with sketches needs."""
     hide_padding(model, arguments.vocab_size)
-    initialise(model, arguments.seed)
-    if model.pre_process and config.recompute_granularity == "full":
+    if model.pre_process and model.config.recompute_granularity == "full":
         model.embedding.register_forward_hook(_require_gradient)
     return model
 
@@ -355,12 +370,17 @@ def _gpt_arguments(source: str, given: dict[str, Any], cfg: Config) -> GPTArgume
     for key, value in own.items():
         _check_type(f"{source}.{key}", hints[key], value)
     arguments = GPTArguments(**own, seed=cfg.train.seed)
+    check_length(source, arguments, cfg)
+    return arguments
+
+
+def check_length(source: str, arguments: GPTArguments, cfg: Config) -> None:
+    """Raise `UserError` if the run's sequences are longer than the model of `source` takes."""
     if cfg.train.seq_length > arguments.max_sequence_length:
         raise UserError(
             f"train.seq_length={cfg.train.seq_length}: the model of {source} takes at most "
             f"{arguments.max_sequence_length} tokens"
         )
-    return arguments
 
 
 def _sets_stages(fields: dict[str, Any]) -> bool:

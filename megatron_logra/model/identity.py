@@ -34,9 +34,14 @@ def describe(config: TransformerConfig, arguments: GPTArguments) -> dict[str, An
         value = getattr(arguments, field.name)
         default = field.name in _ARGUMENTS_IF_CHANGED and value == field.default
         if not default and field.name not in _NOT_IDENTITY:
-            found[field.name] = value
+            found[field.name] = _plain(value)
     for name in _IF_SET:
         value = getattr(config, name)
         if value:
-            found[name] = list(value) if isinstance(value, tuple) else value
+            found[name] = _plain(value)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A value as it comes out of JSON."""
+    return list(value) if isinstance(value, tuple) else value

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -31,11 +32,15 @@ UNFUSED: dict[str, Any] = {
 """Fields of the twin's configuration: kernels that local layers do not have or have no rules."""
 
 
-def is_transformer_engine(model: nn.Module) -> bool:
-    """Whether any module is Transformer Engine's."""
-    return any(
+def has_twin(model: nn.Module) -> bool:
+    """Whether the model (wrapped or not) is one of `gpt.build_model` with Transformer Engine's
+    layers."""
+    (own,) = unwrap_model([model])
+    # A configuration of another class is another program's, such as Megatron-Bridge's: its layers
+    # may do what their parameters do not tell.
+    return type(own.config) is TransformerConfig and any(
         cls.__module__.startswith("transformer_engine")
-        for module in model.modules()
+        for module in own.modules()
         for cls in type(module).__mro__
     )
 

@@ -39,7 +39,7 @@ from megatron_logra.errors import UserError
 from megatron_logra.model.context_parallel import length_multiple, own_share
 from megatron_logra.model.gpt import Head, LogitsFn, forward_head
 from megatron_logra.model.stages import through_stages
-from megatron_logra.model.twin import is_transformer_engine, local_twin
+from megatron_logra.model.twin import has_twin, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
@@ -234,7 +234,7 @@ class PredictedKL:
             return
         lack = self._lack_of_rules(probe)
         through = ""
-        if lack and any(map(is_transformer_engine, self.chunks)):
+        if lack and any(map(has_twin, self.chunks)):
             self._twins = [local_twin(chunk) for chunk in self.chunks]
             self.capture.follow(self._twins)
             lack, through = self._lack_of_rules(probe), " through local layers"

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_logra import checkpoint, distributed
 from megatron_logra.config import Config, SamplingConfig
 from megatron_logra.errors import UserError
+from megatron_logra.model import bridge
 from megatron_logra.model.context_parallel import length_multiple
 from megatron_logra.model.gpt import GPTArguments, build_chunks, transformer_config
 from megatron_logra.model.huggingface import load_hf_weights
@@ -80,8 +81,15 @@ class Policy:
         """A generator over this model's own weights, of the kind `rollout.engine`.
 
         Raises:
-            UserError: the dynamic engine does not fit the model's layout.
+            UserError: the dynamic engine does not fit the model's layout, or the model has layers
+                that Megatron cannot generate with.
         """
+        variant = self.tconfig.experimental_attention_variant
+        if variant is not None:
+            raise UserError(
+                f"{self.config.model.hf}: Megatron cannot generate with its {variant} layers; "
+                "expected algorithm.name=sft"
+            )
         options: dict[str, Any] = {
             "stop_ids": self.tokenizer.stop_ids,
             "pad_id": self.tokenizer.pad_id,
@@ -145,13 +153,20 @@ def build_policy(config: Config) -> Policy:
     """
     join_ranks(config)
     pg = distributed.initialize(config.parallel, config.train.seed)
-    tconfig, arguments = transformer_config(config)
+    bridged = None
+    if config.model.hf is not None and bridge.serves(config.model.hf):
+        bridged = bridge.BridgedModel(config)
+        tconfig, arguments = bridged.config, bridged.arguments
+    else:
+        tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
-    chunks = build_chunks(tconfig, arguments, pg)
+    chunks = bridged.build(pg) if bridged else build_chunks(tconfig, arguments, pg)
     policy = Policy(config, pg, tconfig, arguments, chunks, tokenizer)
     if config.model.hf is not None:
         if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
             policy.load_weights(Path(config.model.hf))
+        elif bridged:
+            bridged.load_hf_weights()
         else:
             for chunk in chunks:
                 load_hf_weights(config.model.hf, chunk)

@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,10 @@ from megatron_logra.rl.environments import Environment, Problem, Score
 from megatron_logra.rl.policy import Policy
 from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.remote import RemoteEngine
+from megatron_logra.rollout.static_engine import StaticEngine
+
+if TYPE_CHECKING:
+    from megatron_logra.rollout.dynamic_engine import DynamicEngine
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,13 @@ class RolloutMaker:
         self.version = 0
         """Version of the weights from which separate workers are to sample."""
         self._asked: dict[tuple[str, int], int] = {}
-        if remote is None:
-            self.engine = policy.engine()
+        if remote is None and policy.config.algorithm.name != "sft":
+            _ = self.engine  # what it refuses is refused now, not at the first rollout
+
+    @cached_property
+    def engine(self) -> StaticEngine | DynamicEngine:
+        """What the policy itself generates with."""
+        return self.policy.engine()
 
     def has_asked(self, stream: str, update: int) -> bool:
         """Whether separate workers have been asked for this, and it has not been made yet."""

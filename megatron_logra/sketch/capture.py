@@ -175,17 +175,18 @@ class SketchCapture:
         return Target(name, weight, proxy, row_parallel, strided)
 
     def _hook(self, index: int, bias: torch.nn.Parameter | None) -> Any:
-        def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        def hook(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
             moves = self._tangent or self._side_path is not None
             if not moves and not torch.is_grad_enabled():
                 return None  # generation, evaluation, or the first pass of recomputation
             linear_output, *rest = output if isinstance(output, tuple) else (output,)
+            x = _linear_input(module, inputs[0])
             if self._tangent:
-                linear_output = self._add_tangent(index, inputs[0], linear_output)
+                linear_output = self._add_tangent(index, x, linear_output)
             elif self._side_path is not None:
-                linear_output = self._moved(linear_output, self._change(index, inputs[0]))
+                linear_output = self._moved(linear_output, self._change(index, x))
             else:
-                projected = self._project(index, inputs[0])
+                projected = self._project(index, x)
                 leaf = self._anchor if bias is None or not bias.requires_grad else bias
                 linear_output = _Capture.apply(linear_output, projected, leaf, self, index)
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
@@ -369,6 +370,26 @@ def accumulate_product(total: torch.Tensor, grad: torch.Tensor, projected: torch
         total.add_(torch.mm(grad.t(), projected, out_dtype=total.dtype))
     else:
         total.addmm_(grad.t().to(total.dtype), projected.to(total.dtype))
+
+
+@torch.no_grad()
+def _linear_input(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a linear multiplies, where it gets `x`: Transformer Engine's may have a norm inside.
+
+    The layers here have none; those of other programs, such as Megatron-Bridge's models, do.
+    """
+    gamma = getattr(module, "layer_norm_weight", None)
+    if gamma is None:
+        return x
+    size, scale = x.shape[-1:], gamma.float()
+    if module.zero_centered_gamma:
+        scale = scale + 1
+    if module.normalization == "RMSNorm":
+        normed = torch.nn.functional.rms_norm(x.float(), size, scale, module.eps)
+    else:
+        beta = module.layer_norm_bias.float()
+        normed = torch.nn.functional.layer_norm(x.float(), size, scale, beta, module.eps)
+    return normed.to(module.weight.dtype)
 
 
 def _bias_without_gradient(module: torch.nn.Module) -> torch.nn.Parameter | None:
