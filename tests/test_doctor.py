@@ -44,7 +44,7 @@ def test_the_report_of_this_environment_names_every_part(capsys):
     text = capsys.readouterr().out
     for part in (
         *("Python", "torch", "megatron-core", "Transformer Engine", "apex", "NVML", "NCCL"),
-        *("gloo", "GPUs", "Slurm", "flash_attn", "reasoning-gym", "math-verify"),
+        *("gloo", "GPUs", "Slurm", "Megatron-Bridge", "flash_attn", "reasoning-gym", "math-verify"),
     ):
         assert any(line.startswith(part) for line in text.splitlines()), part
     for distribution in ("torch", "megatron-core", "reasoning-gym"):
@@ -110,6 +110,22 @@ def test_transformer_engine_without_a_gpu_is_a_warning(site):
     assert "breaks the local layer specs" in without.effect
     assert doctor.transformer_engine(has_gpu=True).status == "ok"
     assert "transformer_engine" not in sys.modules
+
+
+def test_megatron_bridge_needs_its_version_and_transformer_engine(site):
+    absent = doctor.bridge(has_gpu=True)
+    assert absent.status == "absent"
+    assert absent.effect.endswith("are refused: pip install 'megatron-logra[bridge]'")
+    install(site, "megatron_bridge", "0.6.2")
+    assert doctor.bridge(has_gpu=True).detail == "0.6.2, but no Transformer Engine"
+    install(site, "transformer_engine", "2.10.0")
+    assert doctor.bridge(has_gpu=True) == doctor.Finding("Megatron-Bridge", "ok", "0.6.2")
+    (site / "megatron_bridge-0.6.2.dist-info").rename(site / "megatron_bridge-0.7.0.dist-info")
+    info = site / "megatron_bridge-0.7.0.dist-info" / "METADATA"
+    info.write_text(info.read_text().replace("0.6.2", "0.7.0"))
+    importlib.invalidate_caches()
+    finding = doctor.bridge(has_gpu=True)
+    assert (finding.status, finding.detail) == ("warning", "0.7.0; expected >=0.6,<0.7")
 
 
 def test_slurm_is_asked_for_its_version(tmp_path, monkeypatch):

@@ -52,6 +52,45 @@ def test_sketch_equals_dense_gradient_times_projection(
         assert relative_error(target.sketch, gradients[name] @ a[name].t()) < 1e-5, name
 
 
+class NormedLinear(torch.nn.Module):
+    """A linear with a norm inside, by the names of Transformer Engine's."""
+
+    def __init__(self, normalization: str, zero_centered: bool, generator: torch.Generator) -> None:
+        super().__init__()
+        self.normalization, self.zero_centered_gamma, self.eps = normalization, zero_centered, 1e-3
+        for name, shape in (("weight", (6, 9)), ("layer_norm_weight", 9), ("layer_norm_bias", 9)):
+            values = torch.randn(shape, generator=generator)
+            self.register_parameter(name, torch.nn.Parameter(values))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.normalization == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        gamma = self.layer_norm_weight + int(self.zero_centered_gamma)
+        x = x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * gamma
+        if self.normalization == "LayerNorm":
+            x = x + self.layer_norm_bias
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_sketch_is_of_what_a_linear_multiplies_behind_its_own_norm(
+    normalization, zero_centered, pg, generator
+):
+    model = torch.nn.Module()
+    model.linear_qkv = linear = NormedLinear(normalization, zero_centered, generator)
+    x, weights = (torch.randn(5, 2, n, generator=generator) for n in (9, 6))
+    dense = torch.autograd.grad((linear(x) * weights).sum(), linear.weight)[0].double()
+    config = tiny_config({}, sketch={"rank": 4, "targets": ["linear_qkv"]}).sketch
+    capture = SketchCapture([model], config, torch.float32, tp_group=pg.tp)
+    capture.projections.redraw(0)
+    (target,) = capture.targets
+    target.proxy.main_grad = torch.zeros_like(target.proxy)
+    (linear(x) * weights).sum().backward()
+    a = dense_projections(capture)[f"{target.name}.weight"]
+    assert relative_error(target.sketch, dense @ a.t()) < 1e-5
+
+
 def test_one_wrong_token_would_be_noticed(tmp_path, pg, generator):
     """The tolerance above is tight: a change of one token's weight by 1 % is far outside."""
     make_checkpoint(tmp_path, "qwen3", False)
