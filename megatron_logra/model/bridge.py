@@ -147,11 +147,14 @@ class BridgedModel:
             self._bridge.load_hf_weights(self._whole)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the model by their Hugging Face names, on the CPU. Called by all ranks.
+        """All tensors of the model by their Hugging Face names, on the CPU.
+
+        Without tensor parallelism, under which they would have the vocabulary's padding.
 
         Raises:
             UserError: Megatron-Bridge cannot convert them.
         """
+        assert self.config.tensor_model_parallel_size == 1
         with _refusals_of(self._source):
             yield from self._bridge.export_hf_weights(self._whole, cpu=True, show_progress=False)
 
