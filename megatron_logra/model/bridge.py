@@ -21,7 +21,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_logra import platform
 from megatron_logra.config import Config
 from megatron_logra.errors import UserError
 from megatron_logra.model.families import FAMILIES, architecture
@@ -89,9 +88,11 @@ class BridgedModel:
         with _refusals_of(source):
             self._bridge = _auto_bridge().from_hf_pretrained(source)
             provider = self._bridge.to_megatron_provider(load_weights=False)
-            # No heads for tokens further ahead; rows of the vocabulary as in `vocabulary`.
-            fields |= {"mtp_num_layers": None, "make_vocab_size_divisible_by": 1}
-            for name, value in (fields | {"should_pad_vocab": True}).items():
+            # No heads for tokens further ahead, and no dropout: an unchanged policy has ratio 1.
+            fields |= {"mtp_num_layers": None, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+            # Rows of the vocabulary as `vocabulary` has them.
+            fields |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+            for name, value in fields.items():
                 setattr(provider, name, value)
             provider.finalize()
         if provider.num_moe_experts:
@@ -120,7 +121,7 @@ class BridgedModel:
             self._whole = self.config.provide_distributed_model(
                 wrap_with_ddp=False,
                 mixed_precision_wrapper=None,
-                use_cpu_initialization=on_cpu or platform.device().type == "cpu",
+                use_cpu_initialization=on_cpu,
                 pg_collection=pg,
             )
         chunks = [getattr(chunk, "language_model", chunk) for chunk in self._whole]
