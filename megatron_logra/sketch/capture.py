@@ -263,6 +263,21 @@ class SketchCapture:
         """(x Aᵀ) Dᵀ, with D in the proxy, like the linear's output; never forms D A."""
         return self._project(index, x) @ self.direction(index).to(x.dtype).t()
 
+    @torch.no_grad()
+    def _less_change(self, index: int, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        """ẏ - (x Aᵀ) Dᵀ in one product: after the linears, it is elementwise work that costs."""
+        projected, direction = self._project(index, x), self.direction(index).to(x.dtype)
+        # A tensor of its own: views that are made without gradients may not be written to.
+        result = torch.empty_like(tangent, memory_format=torch.contiguous_format)
+        torch.addmm(
+            tangent.flatten(0, -2),
+            projected.flatten(0, -2),
+            direction.t(),
+            alpha=-1,
+            out=result.flatten(0, -2),
+        )
+        return result
+
     def _moved(self, output: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         """output - scale · change, in output's type.
 
@@ -285,11 +300,7 @@ class SketchCapture:
         primal, tangent = forward_ad.unpack_dual(output)
         x = forward_ad.unpack_dual(x).primal
         if tangent is not None:
-            # In one product: what is elementwise takes longest after the linears.
-            projected, direction = self._project(index, x), self.direction(index).to(x.dtype)
-            tangent = torch.addmm(
-                tangent.flatten(0, -2), projected.flatten(0, -2), direction.t(), alpha=-1
-            ).view_as(tangent)
+            tangent = self._less_change(index, x, tangent)
         elif self._tangent_met:
             raise MissingRule(
                 f"something before {self.targets[index].name} loses forward mode's tangent"
