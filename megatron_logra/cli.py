@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -235,6 +236,48 @@ def generate(argv: Sequence[str]) -> int:
     return _as_rank("generate", argv, args, work)
 
 
+def serve(argv: Sequence[str]) -> int:
+    """Answer requests over HTTP, as OpenAI's interface does, until a signal says stop."""
+    parser = _parser("serve")
+    _add_config(parser)
+    _add_checkpoint(parser)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default: 127.0.0.1, which this machine alone can reach); "
+        "nobody is asked for a password",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="serve the weights of the run's trainer (rollout.placement: separate), as they change",
+    )
+    _add_ranks(parser)
+    args = parser.parse_intermixed_args(argv)
+    starts_ranks = _starts_ranks(args)
+    config = load_config(args.config, args.overrides)
+
+    from megatron_logra.rollout import http_port
+
+    http_port.require_packages()
+    if starts_ranks:
+        return launcher.launch(["serve", *argv], args.nproc)
+    with stopping.handled(_end, (signal.SIGINT, signal.SIGTERM)):  # until it serves
+        first = os.environ.get("RANK", "0") == "0"
+        listener = http_port.listen(args.host, args.port) if first else None
+        _become_rank()
+
+        from megatron_logra.rollout import server
+
+        server.run(config, listener, checkpoint=args.checkpoint, follow=args.follow)
+    return 0
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
 def plan(argv: Sequence[str]) -> int:
     """Show memory and communication per rank before anything runs."""
     parser = _parser("plan")
@@ -359,6 +402,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
+    "serve": serve,
     "rollout-worker": rollout_worker,
     "convert": convert,
     "plan": plan,

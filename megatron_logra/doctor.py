@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_logra.rollout import http_port
+
 Status = Literal["ok", "absent", "warning", "missing"]
 """`absent`: something optional is not there; `missing`: something required is not there."""
 
@@ -53,6 +55,7 @@ def inspect() -> list[Finding]:
         optional("math-verify", "the math_verify scorer is off"),
         optional("tensorboard", "logging.tensorboard must be false"),
         optional("matplotlib", "the report command is off"),
+        server(),
         host(),
         gpus,
         nvml(has_gpu),
@@ -126,6 +129,17 @@ def optional(distribution: str, effect: str) -> Finding:
     if version is None:
         return Finding(distribution, "absent", "not installed", effect)
     return Finding(distribution, "ok", version)
+
+
+def server() -> Finding:
+    """What megatron-core's HTTP server imports."""
+    versions = {name: _version(name) for name in http_port.PACKAGES.values()}
+    lacking = [name for name, version in versions.items() if version is None]
+    if lacking:
+        effect = "the serve command is off: pip install 'megatron-logra[serve]'"
+        return Finding("HTTP server", "absent", f"not installed: {', '.join(lacking)}", effect)
+    present = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return Finding("HTTP server", "ok", present)
 
 
 def host() -> Finding:

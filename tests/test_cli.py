@@ -51,7 +51,7 @@ def user_error(capsys) -> Callable[..., str]:
 
 
 def test_usage_errors_are_one_line_and_exit_2(config, user_error):
-    commands = "train, eval, generate, rollout-worker, convert, plan, report, doctor"
+    commands = "train, eval, generate, serve, rollout-worker, convert, plan, report, doctor"
     assert user_error() == f"a command is missing; expected one of: {commands}"
     assert user_error("tarin") == f"tarin: no such command; expected one of: {commands}"
     assert user_error("train") == (
@@ -65,7 +65,9 @@ def test_usage_errors_are_one_line_and_exit_2(config, user_error):
     )
 
 
-@pytest.mark.parametrize("command", [["train"], ["eval"], ["generate", "--prompt", "hi"], ["plan"]])
+@pytest.mark.parametrize(
+    "command", [["train"], ["eval"], ["generate", "--prompt", "hi"], ["serve"], ["plan"]]
+)
 def test_configuration_errors_are_one_line_and_exit_2(config, command, user_error):
     assert user_error(*command, config, "train.steps=none").startswith("train.steps: expected")
     assert user_error(*command, "nowhere.yaml").startswith("nowhere.yaml: No such file")

@@ -111,6 +111,7 @@ def _parse(
     monkeypatch.setattr(cli, "require_trainable", stop)
     for function in (
         *("rl.evaluate.run", "rl.evaluate.generate", "rollout.worker.run"),
+        "rollout.http_port.require_packages",
         *("report.write_report", "planner.report.run", "convert.from_hf", "convert.to_hf"),
     ):
         monkeypatch.setattr(f"megatron_logra.{function}", stop)

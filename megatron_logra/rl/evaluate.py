@@ -162,7 +162,7 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
         return result
     path = Path(config.logging.run_dir) / "eval.json"
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    print(f"{_name_of(source)}, {len(problems)} held-out problems")
+    print(f"{name_of(source)}, {len(problems)} held-out problems")
     for name, accuracy in found.items():
         print(
             f"{name:>8}: pass@1 {accuracy.pass_at_1:.3f}  "
@@ -193,7 +193,7 @@ def generate(
         stop_token_ids=policy.stop_tokens(sampling),
     )
     texts = [policy.tokenizer.decode(response.token_ids) for (response,) in responses]
-    print(f"weights: {_name_of(source)}", file=sys.stderr)
+    print(f"weights: {name_of(source)}", file=sys.stderr)
     for prompt, text in zip(prompts, texts, strict=True):
         if distributed.rank() > 0:
             break
@@ -203,7 +203,8 @@ def generate(
     return texts
 
 
-def _name_of(source: Path | None) -> str:
+def name_of(source: Path | None) -> str:
+    """What people are told of the weights that `load_checkpoint` has loaded."""
     return str(source) if source else "the first weights of the configuration"
 
 

@@ -77,6 +77,15 @@ class Policy:
         """Megatron's interleaved schedule wants a multiple of so many micro-batches."""
         return self.pg.pp.size() if len(self.chunks) > 1 else 1
 
+    def require_rollouts(self) -> None:
+        """Raise `UserError` if the model has layers that Megatron cannot generate with."""
+        variant = self.tconfig.experimental_attention_variant
+        if variant is not None:
+            raise UserError(
+                f"{self.config.model.hf}: Megatron cannot generate with its {variant} layers; "
+                "expected algorithm.name=sft"
+            )
+
     def engine(self) -> StaticEngine | DynamicEngine:
         """A generator over this model's own weights, of the kind `rollout.engine`.
 
@@ -84,12 +93,7 @@ class Policy:
             UserError: the dynamic engine does not fit the model's layout, or the model has layers
                 that Megatron cannot generate with.
         """
-        variant = self.tconfig.experimental_attention_variant
-        if variant is not None:
-            raise UserError(
-                f"{self.config.model.hf}: Megatron cannot generate with its {variant} layers; "
-                "expected algorithm.name=sft"
-            )
+        self.require_rollouts()
         options: dict[str, Any] = {
             "stop_ids": self.tokenizer.stop_ids,
             "pad_id": self.tokenizer.pad_id,

@@ -74,9 +74,11 @@ class DynamicEngine:
         pg: ProcessGroupCollection,
         settings: DynamicEngineConfig | None = None,
     ) -> None:
-        if len(chunks) > 1 or pg.cp.size() > 1:
-            key = "virtual_pipeline" if len(chunks) > 1 else "context"
-            raise UserError(f"rollout.engine=dynamic: expected parallel.{key}=1, or engine static")
+        wrong = unfit_layout(chunks, pg)
+        if wrong is not None:
+            raise UserError(
+                f"rollout.engine=dynamic: expected parallel.{wrong}=1, or engine static"
+            )
         self.model: GPTModel = unwrap_model(chunks[0])
         self.pg = pg
         self.stop_ids = frozenset(stop_ids)
@@ -86,7 +88,7 @@ class DynamicEngine:
         self.settings = settings or DynamicEngineConfig()
         dynamic_platform.install()
         self._sampling = _CounterSampling()
-        with self._generating():
+        with generating_from_pages(self.model):
             self.engine = self._build()
             self.engine.suspend()
 
@@ -155,37 +157,14 @@ class DynamicEngine:
         return drawing.responses
 
     def _build(self) -> DynamicInferenceEngine:
-        settings, config, tp = self.settings, self.model.config, self.pg.tp.size()
-        requests = -(-self.batch_size // tp) * tp
-        groups = max(1, (config.num_query_groups or config.num_attention_heads) // tp)
-        layers = len(self.model.decoder.layers)
-        token_bytes = 2 * layers * groups * config.kv_channels * config.params_dtype.itemsize
-        block_bytes = token_bytes * settings.block_tokens
-        blocks = -(-self.max_sequence_length // settings.block_tokens)
-        # One more block is Megatron's own, and a half makes up for rounding.
-        least, size = ((n * blocks + 1.5) * block_bytes / (1 << 30) for n in (1, requests))
-        if settings.kv_cache_gb is not None:
-            if settings.kv_cache_gb < least:
-                raise UserError(
-                    f"rollout.dynamic.kv_cache_gb={settings.kv_cache_gb}: expected at least "
-                    f"{least:.3g}, for one sequence of {self.max_sequence_length} tokens"
-                )
-            size = min(size, settings.kv_cache_gb)
-        context = _Context(
-            config,
-            InferenceConfig(
-                block_size_tokens=settings.block_tokens,
-                buffer_size_gb=size,  # type: ignore[arg-type]
-                max_requests=requests,
-                max_tokens=max(_PREFILL_TOKENS, self.max_sequence_length, requests),
-                max_sequence_length=self.max_sequence_length,
-                kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
-                pg_collection=self.pg,
-                enable_prefix_caching=settings.prefix_cache,
-                # The other one, LRU, fails in megatron-core 0.19.2 once it has filled the cache.
-                prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.REF_ZERO,
-            ),
+        config = inference_config(
+            self.model,
+            self.pg,
+            self.settings,
+            max_sequence_length=self.max_sequence_length,
+            batch_size=self.batch_size,
         )
+        context = DynamicInferenceContext(self.model.config, config)
         controller = TextGenerationController(GPTInferenceWrapper(self.model, context), _NoText())
         controller._sampling = self._sampling
         engine = DynamicInferenceEngine(controller, context)
@@ -195,25 +174,10 @@ class DynamicEngine:
         return engine
 
     @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """The model as it generates, and afterwards as it was."""
-        scale = self.model.config.softmax_scale
-        # Megatron's paged attention reads the scale there, and leaves it out of its configuration.
-        layers = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
-        try:
-            for layer in layers if scale is not None else []:
-                layer.softmax_scale = scale
-            with generating(self.model):
-                yield
-        finally:
-            for layer in layers if scale is not None else []:
-                del layer.softmax_scale
-
-    @contextmanager
     def _running(self, drawing: Drawing) -> Iterator[None]:
         """The engine with its cache, for one call."""
         self._sampling.drawing = drawing
-        with self._generating():
+        with generating_from_pages(self.model):
             self.engine.resume()
             try:
                 yield
@@ -225,6 +189,79 @@ class DynamicEngine:
                 self.engine._loop.run_until_complete(asyncio.sleep(0))
                 self.engine.suspend()
                 self._sampling.drawing = None
+
+
+def unfit_layout(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> str | None:
+    """The key of `parallel` that Megatron's engine has no use for, if there is one."""
+    if len(chunks) > 1:
+        return "virtual_pipeline"
+    return "context" if pg.cp.size() > 1 else None
+
+
+def inference_config(
+    model: GPTModel,
+    pg: ProcessGroupCollection,
+    settings: DynamicEngineConfig,
+    *,
+    max_sequence_length: int,
+    batch_size: int,
+) -> InferenceConfig:
+    """Megatron's settings of an engine whose cache is computed anew when it is resumed.
+
+    Args:
+        model: this rank's GPTModel.
+        pg: its process groups.
+        settings: the cache.
+        max_sequence_length: most tokens of a prompt and its response together.
+        batch_size: sequences that are decoded at once.
+
+    Raises:
+        UserError: the cache has no room for one sequence.
+    """
+    config, tp = model.config, pg.tp.size()
+    requests = -(-batch_size // tp) * tp
+    groups = max(1, (config.num_query_groups or config.num_attention_heads) // tp)
+    layers = len(model.decoder.layers)
+    token_bytes = 2 * layers * groups * config.kv_channels * config.params_dtype.itemsize
+    block_bytes = token_bytes * settings.block_tokens
+    blocks = -(-max_sequence_length // settings.block_tokens)
+    # One more block is Megatron's own, and a half makes up for rounding.
+    least, size = ((n * blocks + 1.5) * block_bytes / (1 << 30) for n in (1, requests))
+    if settings.kv_cache_gb is not None:
+        if settings.kv_cache_gb < least:
+            raise UserError(
+                f"rollout.dynamic.kv_cache_gb={settings.kv_cache_gb}: expected at least "
+                f"{least:.3g}, for one sequence of {max_sequence_length} tokens"
+            )
+        size = min(size, settings.kv_cache_gb)
+    return InferenceConfig(
+        block_size_tokens=settings.block_tokens,
+        buffer_size_gb=size,  # type: ignore[arg-type]
+        max_requests=requests,
+        max_tokens=max(_PREFILL_TOKENS, max_sequence_length, requests),
+        max_sequence_length=max_sequence_length,
+        kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+        pg_collection=pg,
+        enable_prefix_caching=settings.prefix_cache,
+        # The other one, LRU, fails in megatron-core 0.19.2 once it has filled the cache.
+        prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.REF_ZERO,
+    )
+
+
+@contextmanager
+def generating_from_pages(model: GPTModel) -> Iterator[None]:
+    """The model as it generates with Megatron's engine, and afterwards as it was."""
+    scale = model.config.softmax_scale
+    # Megatron's paged attention reads the scale there, and leaves it out of its configuration.
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    try:
+        for layer in layers if scale is not None else []:
+            layer.softmax_scale = scale
+        with generating(model):
+            yield
+    finally:
+        for layer in layers if scale is not None else []:
+            del layer.softmax_scale
 
 
 class _CounterSampling(Sampling):
@@ -251,13 +288,6 @@ class _CounterSampling(Sampling):
     def log_probs_kernel(self, logits: Tensor, context: Any, **_options: Any) -> Tensor:
         """Not called: log-probabilities are drawn with the tokens."""
         raise NotImplementedError
-
-
-class _Context(DynamicInferenceContext):
-    """Without padding: that is for CUDA graphs, which are not captured."""
-
-    TOKEN_ROUNDER = 1
-    REQUEST_ROUNDER = 1
 
 
 class _NoText:

@@ -29,7 +29,13 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    stand_ins: list[tuple[Any, str, Any]] = []
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        # No padding: that is for CUDA graphs, which are not captured.
+        (DynamicInferenceContext, "TOKEN_ROUNDER", 1),
+        (DynamicInferenceContext, "REQUEST_ROUNDER", 1),
+    ]
     if not has_flash_attention():
         stand_ins += _attention()
     if not torch.cuda.is_available():
