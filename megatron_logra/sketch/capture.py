@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -121,7 +121,6 @@ class SketchCapture:
         self._tangent_met = False
         self._side_path: float | None = None
         self._rounding: torch.Generator | None = None
-        self._under_way: dist.Work | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
         self._names: list[list[str]] = []
         columns = []
@@ -187,7 +186,7 @@ class SketchCapture:
             elif self._side_path is not None:
                 linear_output = self._moved(linear_output, self._change(index, x))
             else:
-                projected = self._begin_projecting(index, x)
+                projected = self._project(index, x)
                 leaf = self._anchor if bias is None or not bias.requires_grad else bias
                 linear_output = _Capture.apply(linear_output, projected, leaf, self, index)
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
@@ -195,44 +194,26 @@ class SketchCapture:
         return hook
 
     @torch.no_grad()
-    def _begin_projecting(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """P [positions, b, r] for the positions that the linear's output has on this rank.
-
-        Under tensor parallelism it is under way until `_settle`.
-        """
-        projected = self.projections.project(x, index)
-        row_parallel, tp = self.targets[index].row_parallel, self.tp_group.size()
-        if tp == 1 or not (row_parallel or self.sequence_parallel):
-            return projected
-        self._settle()  # of the linear before: one buffer at a time
-        options: Any = {"group": self.tp_group, "async_op": True}
-        positions, *others = projected.shape
-        if not self.sequence_parallel:
-            self._under_way = dist.all_reduce(projected, **options)
-            return projected
-        if row_parallel:
-            share = projected.new_empty(positions // tp, *others)
-            self._under_way = dist.reduce_scatter_tensor(share, projected, **options)
-            return share
-        whole = projected.new_empty(positions * tp, *others)
-        self._under_way = dist.all_gather_into_tensor(whole, projected, **options)
-        return whole
-
-    def _settle(self) -> None:
-        """Wait for the last linear's P, which no one reads before the backward pass."""
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
-
     def _project(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """P, there to be read."""
-        projected = self._begin_projecting(index, x)
-        self._settle()
+        """P [positions, b, r] for the positions that the linear's output has on this rank."""
+        projected = self.projections.project(x, index)
+        if self.tp_group.size() == 1:
+            return projected
+        if not self.targets[index].row_parallel:
+            if self.sequence_parallel:
+                projected = mappings.gather_from_sequence_parallel_region(
+                    projected, group=self.tp_group
+                )
+        elif self.sequence_parallel:
+            projected = mappings.reduce_scatter_to_sequence_parallel_region(
+                projected, group=self.tp_group
+            )
+        else:
+            dist.all_reduce(projected, group=self.tp_group)
         return projected
 
     def accumulate(self, index: int, grad: torch.Tensor, projected: torch.Tensor) -> None:
         """S += dYᵀ P, for this rank's rows; grad [n, d] and projected [n, r]."""
-        self._settle()
         target = self.targets[index]
         if not target.row_parallel or self.tp_group.size() == 1:
             accumulate_product(target.sketch, grad, projected)
@@ -380,8 +361,7 @@ class _Capture(torch.autograd.Function):
         capture: SketchCapture,
         index: int,
     ) -> torch.Tensor:
-        # Its collective may still be writing to it, which autograd would take for a mistake.
-        ctx.save_for_backward(projected.data)
+        ctx.save_for_backward(projected)
         ctx.capture, ctx.index, ctx.is_bias = capture, index, leaf.numel() > 0
         return output.view_as(output)
 
