@@ -198,7 +198,7 @@ def to_hf(
     description = checkpoints.read_description(source)
     like = like or _origin(source, description)
     if bridge.serves(like):
-        _to_hf_by_bridge(source, target, like, dtype, shard_bytes)
+        _to_hf_by_bridge(source, description, target, like, dtype, shard_bytes)
         return
     model = Model(like)
     ours = describe(model.config, model.arguments)
@@ -225,11 +225,16 @@ def to_hf(
         files = zip(_shard_names(len(shards)), shards, strict=True)
         places = {m[0]: path for path, shard in files for _, made in shard for m in made}
         _write_index(unfinished, places, sum(sizes.values()))
-        _complete_hf(unfinished, source, like, tensors[0][1][0][2])
+        _complete_hf(unfinished, source, description, like, tensors[0][1][0][2])
 
 
 def _to_hf_by_bridge(
-    source: Path, target: Path, like: Path, dtype: torch.dtype | None, shard_bytes: int
+    source: Path,
+    description: dict[str, Any],
+    target: Path,
+    like: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
 ) -> None:
     """`to_hf` of a model of Megatron-Bridge, which is built whole on the CPU.
 
@@ -241,7 +246,6 @@ def _to_hf_by_bridge(
             f"{like}: has no tensors; name the Hugging Face directory that the model was by --like"
         )
     files = Checkpoint(like)
-    description = checkpoints.read_description(source)
     model = bridge.BridgedModel(_config(like, _precision(like)))
     ours = describe(model.config, model.arguments)
     checkpoints.require_same(source, description["model"], ours, f"model than {like}")
@@ -260,7 +264,7 @@ def _to_hf_by_bridge(
             # Heads for tokens further ahead are not built; inv_freq follows from config.json.
             if not tied and not name.startswith("mtp.") and not name.endswith("inv_freq"):
                 raise UserError(f"{like}: Megatron-Bridge does not make tensor {name}")
-        _complete_hf(unfinished, source, like, dtype)
+        _complete_hf(unfinished, source, description, like, dtype)
 
 
 def _write_stream(
@@ -310,10 +314,12 @@ def _write_index(directory: Path, places: dict[str, str], size: int) -> None:
         _write_json(directory / f"{_WEIGHTS}.index.json", index)
 
 
-def _complete_hf(unfinished: Path, source: Path, like: Path, dtype: torch.dtype) -> None:
+def _complete_hf(
+    unfinished: Path, source: Path, description: dict[str, Any], like: Path, dtype: torch.dtype
+) -> None:
     """Put what a Hugging Face directory has besides weights beside them."""
     _copy(like, unfinished, CONFIGURATION + TOKENIZER)
-    _copy_own_tokenizer(checkpoints.read_description(source, verified=True), unfinished)
+    _copy_own_tokenizer(description, unfinished)
     _set_dtype(unfinished / "config.json", dtype)
     _record(unfinished, source, read_json(source / "integrity.json")["files"])
 

@@ -174,6 +174,11 @@ def each[T](make: Callable[[], T]) -> list[T]:
     return [_result(outcome) for outcome in outcomes]
 
 
+def any_reason(reason: str | None) -> str | None:
+    """The reason of the lowest rank that has one, on all ranks; called by all."""
+    return next((found for found in each(lambda: reason) if found is not None), None)
+
+
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on any rank; called by all."""
     if world_size() == 1:

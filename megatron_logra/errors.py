@@ -17,6 +17,11 @@ class StopRequested(Exception):
     """A signal asked the run to stop; a checkpoint has been saved (exit code 75)."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's kind and text, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def lost_a_rank(error: BaseException) -> bool:
     """Whether `error` is what a rank sees when another one has ended."""
     return several_ranks() and any(text in str(error) for text in _LOST)

@@ -32,6 +32,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 STEP = {"step_control": {"update_ratio": 0.01, "kl_budget": 0.1, "kl_budget_final": 0.1}}
 
 
+def assert_a_bad_update_is_healed(line: Any, spoil: Callable[[], None], words: str) -> str:
+    """A second update that is spoilt changes nothing, until whole weights come; what was said."""
+    line.step()
+    assert line.follower.catch_up(1)
+    line.step()
+    spoil()
+    before = {name: w.clone() for name, w in whole_weights(line.receiver).items()}
+    assert not line.follower.catch_up(2), "there is no refresh yet"
+    assert all(torch.equal(w, before[name]) for name, w in whole_weights(line.receiver).items())
+    assert line.receiver.version == 1
+    line.step()  # sees that whole weights are wanted
+    assert line.follower.catch_up()
+    assert line.receiver.version == 3 and line.same()
+    (reason,) = line.follower.healed
+    assert "update_0000002" in reason and words in reason
+    return reason
+
+
 def assert_follows(received: Any, sent: Any, *, bits: bool, sections: dict[str, Any]) -> None:
     """Weights of every version are the trainer's: all bits, or within one unit of bf16."""
     bf16 = sections.get("train", {}).get("precision") == "bf16"

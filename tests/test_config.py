@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -253,39 +253,33 @@ def test_sections_cannot_be_changed():
         config.train.steps = 3
 
 
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, or holds a list of."""
+    if get_origin(annotation) is list:
+        (annotation,) = get_args(annotation)
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section else None
+
+
 def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:
-    found = [cls]
-    for field in cls.model_fields.values():
-        annotation = field.annotation
-        if get_origin(annotation) is list:
-            (annotation,) = get_args(annotation)
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found += sections(annotation)
-    return found
+    inner = [section_of(field.annotation) for field in cls.model_fields.values()]
+    return [cls, *(found for section in inner if section for found in sections(section))]
 
 
 def test_every_option_says_what_it_is():
     for section in sections(Config):
         assert section.__doc__, section
         for name, field in section.model_fields.items():
-            annotation = field.annotation
-            if get_origin(annotation) is list:
-                (annotation,) = get_args(annotation)
-            is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            assert field.description or is_section, f"{section.__name__}.{name}"
+            described = field.description or section_of(field.annotation)
+            assert described, f"{section.__name__}.{name}"
 
 
 def options(cls: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """The dotted keys of all options."""
     found = []
     for name, field in cls.model_fields.items():
-        annotation = field.annotation
-        if get_origin(annotation) is list:
-            (annotation,) = get_args(annotation)
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found += options(annotation, f"{prefix}{name}.")
-        else:
-            found.append(prefix + name)
+        section = section_of(field.annotation)
+        found += options(section, f"{prefix}{name}.") if section else [prefix + name]
     return found
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import letters_config, tiny_config
 from reference import Batch, make_batches
+from test_sketch import relative_error
 from training import backward, make_learner, probe_of
 
 from megatron_logra import platform
@@ -63,11 +64,6 @@ def batches_of(generator: torch.Generator) -> list[Batch]:
     return [Batch(batch.tokens.to(device), batch.weights.to(device)) for batch in batches]
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    return float((found - expected).norm() / expected.norm())
-
-
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return forward_head(
@@ -85,7 +81,7 @@ def test_engine_layers_give_the_logits_of_local_ones(precision, pg, generator):
     models[1].load_state_dict(weights)
     (batch, _) = batches_of(generator)
     mine, theirs = (logits_of(model.eval(), batch)[batch.mask.T] for model in models)
-    assert relative(mine, theirs) < (1e-4 if precision == "fp32" else 3e-2)
+    assert relative_error(mine, theirs) < (1e-4 if precision == "fp32" else 3e-2)
 
 
 def first_learner(pg: Any, generator: torch.Generator, **control: Any) -> tuple[Learner, Any]:
@@ -118,7 +114,7 @@ def test_sketches_in_bf16_are_the_dense_gradients_times_a(pg, generator):
         a = capture.projections.transposed(index, torch.float32).t() * capture.projections.scale
         gradient = parameters[f"{target.name}.weight"].grad
         assert gradient is not None
-        assert relative(target.sketch, gradient @ a.t()) < 5e-2, target.name
+        assert relative_error(target.sketch, gradient @ a.t()) < 5e-2, target.name
 
 
 @pytest.mark.parametrize("estimator", ["forward_ad", "finite_difference"])

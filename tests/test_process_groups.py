@@ -19,6 +19,7 @@ from reference import config_for, make_checkpoint
 from sync_runs import (
     LAYOUTS,
     STEP,
+    assert_a_bad_update_is_healed,
     assert_follows,
     make_receiver,
     one_update,
@@ -115,20 +116,13 @@ FAULTS = {truncated: "checksum", altered: "checksum", an_older_one: "applies to 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_bad_update_changes_nothing_and_is_healed_by_whole_weights(fault, line):
-    line.step()
-    assert line.follower.catch_up(1)
-    line.step()
     log = line.sender._log
-    log["update", 2] = fault(log["update", 2], log)
-    before = {name: w.clone() for name, w in whole_weights(line.receiver).items()}
-    assert not line.follower.catch_up(2), "there is no refresh yet"
-    assert all(torch.equal(w, before[name]) for name, w in whole_weights(line.receiver).items())
-    assert line.receiver.version == 1
-    line.step()  # sees that whole weights are wanted
-    assert line.follower.catch_up()
-    assert line.receiver.version == 3 and line.same()
-    (reason,) = line.follower.healed
-    assert "update_0000002" in reason and FAULTS[fault] in reason and "whole weights" in reason
+
+    def spoil() -> None:
+        log["update", 2] = fault(log["update", 2], log)
+
+    reason = assert_a_bad_update_is_healed(line, spoil, FAULTS[fault])
+    assert "whole weights" in reason
 
 
 class DamagedOnce(dict):

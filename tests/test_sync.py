@@ -17,6 +17,7 @@ from reference import config_for, make_checkpoint
 from sync_runs import (
     LAYOUTS,
     STEP,
+    assert_a_bad_update_is_healed,
     assert_follows,
     make_receiver,
     one_update,
@@ -135,19 +136,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_bad_update_changes_nothing_and_is_healed(fault, line):
-    line.step()
-    assert line.follower.catch_up(1)
-    line.step()
-    fault(line.piece(2))
-    before = {name: w.clone() for name, w in whole_weights(line.receiver).items()}
-    assert not line.follower.catch_up(2), "there is no refresh yet"
-    assert all(torch.equal(w, before[name]) for name, w in whole_weights(line.receiver).items())
-    assert line.receiver.version == 1
-    line.step()  # sees that whole weights are wanted
-    assert line.follower.catch_up()
-    assert line.receiver.version == 3 and line.same()
-    (reason,) = line.follower.healed
-    assert "update_0000002" in reason and FAULTS[fault] in reason
+    assert_a_bad_update_is_healed(line, lambda: fault(line.piece(2)), FAULTS[fault])
     line.step()
     assert line.follower.catch_up(4) and line.same()
     assert len(line.follower.healed) == 1

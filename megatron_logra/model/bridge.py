@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_logra.config import Config
-from megatron_logra.errors import UserError
+from megatron_logra.errors import UserError, one_line
 from megatron_logra.model.families import FAMILIES, architecture
 from megatron_logra.model.gpt import GPTArguments, check_length, prepared, run_fields
 from megatron_logra.model.huggingface import read_config
@@ -36,7 +36,7 @@ def lack() -> str | None:
         with redirect_stdout(sys.stderr):
             import megatron.bridge  # noqa: F401
     except Exception as error:  # without Transformer Engine, or broken, it raises anything
-        return f"megatron-bridge cannot be imported: {_one_line(error)}"
+        return f"megatron-bridge cannot be imported: {one_line(error)}"
     return None
 
 
@@ -173,8 +173,4 @@ def _refusals_of(source: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, AssertionError, TypeError, LookupError, ImportError,
             NotImplementedError) as error:  # fmt: skip
-        raise UserError(f"{source}: refused by Megatron-Bridge: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{source}: refused by Megatron-Bridge: {one_line(error)}") from error

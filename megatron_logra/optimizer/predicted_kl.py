@@ -247,8 +247,8 @@ class PredictedKL:
         else:
             self.estimator, self.reason = "finite_difference", lack
 
-    def _lack_of_rules(self, probe: ProbeBatch) -> str:
-        """What forward mode lacks in any chunk of any rank; empty if nothing.
+    def _lack_of_rules(self, probe: ProbeBatch) -> str | None:
+        """What forward mode lacks in any chunk of any rank; None if nothing.
 
         Each chunk runs by itself, so that no pipeline stage waits for one that has found a lack.
         """
@@ -259,7 +259,7 @@ class PredictedKL:
         def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
             return self._half_variances([hidden[:1]], logits_fn)
 
-        lack = ""
+        lack = None
         with self._probing():
             for chunk in self._viewed():
                 try:
@@ -268,7 +268,7 @@ class PredictedKL:
                         forward_head(chunk, few.tokens, few.position_ids, head)
                 except rules.MissingRule as error:
                     lack = lack or str(error)
-        return next((found for found in distributed.each(lambda: lack) if found), "")
+        return distributed.any_reason(lack)
 
     def _set_input(self, chunk: torch.nn.Module, part: ProbeBatch) -> None:
         """Give a later stage's chunk some hidden states [s, 1, h] for these tokens."""

@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -47,16 +46,15 @@ from megatron_logra.config import Config
 from megatron_logra.errors import UserError
 from megatron_logra.model.tokenizer import Message, Tokenizer
 from megatron_logra.rl.evaluate import load_checkpoint, name_of
-from megatron_logra.rl.policy import Policy, build_policy
+from megatron_logra.rl.policy import build_policy
 from megatron_logra.rollout import dynamic_platform, http_port
 from megatron_logra.rollout.dynamic_engine import (
     generating_from_pages,
     inference_config,
     unfit_layout,
 )
-from megatron_logra.rollout.worker import SYNC, exchange_directory
+from megatron_logra.rollout.worker import catch_up, follower_of
 from megatron_logra.sync.follower import Follower
-from megatron_logra.sync.receiver import Receiver
 from megatron_logra.sync.transport import Head, read_head
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -100,9 +98,9 @@ def run(
     if len(set(distributed.each(socket.gethostname))) > 1:
         raise UserError("serve: expected all ranks on one machine")
     source = load_checkpoint(policy, checkpoint)
-    follower = _follower(policy) if follow else None
+    follower = follower_of(policy, config, f"server_{os.getpid()}") if follow else None
     if follower is not None:
-        _catch_up(follower)
+        catch_up(follower, "serve")
     dynamic_platform.install()
     logging.getLogger(chat_completions.__name__).setLevel(logging.ERROR)  # a warning an answer
     model = unwrap_model(policy.chunks[0])
@@ -280,7 +278,7 @@ class _Server:
         self.seen = head
         await self.llm.pause()
         await self.llm.suspend()
-        _catch_up(follower)
+        catch_up(follower, "serve")
         await self.llm.resume()
         if receiver.run is not None:
             client.set_generation_epoch(receiver.version)
@@ -331,7 +329,7 @@ async def _accompany(llm: MegatronAsyncLLM, follower: Follower | None) -> None:
         suspended = asyncio.create_task(llm.suspend())
         await asyncio.wait((ended, suspended), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
-            _catch_up(follower)
+            catch_up(follower, "serve")
             await llm.resume()
     await ended
     await llm.shutdown()
@@ -353,23 +351,3 @@ async def _explain(error: HTTPException) -> tuple[dict[str, Any], int]:
     """An error as OpenAI's clients read it."""
     code = error.code or 500
     return {"error": {"message": error.description, "type": error.name, "code": code}}, code
-
-
-def _follower(policy: Policy) -> Follower:
-    config = policy.config
-    receiver = Receiver(
-        policy.chunks, config.sketch, policy.pg, exactness=config.rollout.workers.exactness
-    )
-    directory = exchange_directory(config) / SYNC
-    return Follower(
-        directory, receiver, f"server_{os.getpid()}", timeout_s=config.parallel.timeout_s
-    )
-
-
-def _catch_up(follower: Follower) -> None:
-    """Apply what there is, and say what was wrong with it."""
-    known = len(follower.healed)
-    follower.catch_up()
-    for reason in follower.healed[known:]:
-        if distributed.rank() == 0:
-            print(f"serve: {reason}", file=sys.stderr, flush=True)

@@ -29,6 +29,30 @@ def exchange_directory(config: Config) -> Path:
     return Path(given) if given is not None else Path(config.logging.run_dir) / "exchange"
 
 
+def follower_of(policy: Policy, config: Config, name: str) -> Follower:
+    """What brings a model to the versions of the run's trainer; `name` names it there.
+
+    Args:
+        policy: the model, under a layout of its own.
+        config: the run's configuration.
+    """
+    receiver = Receiver(
+        policy.chunks, config.sketch, policy.pg, exactness=config.rollout.workers.exactness
+    )
+    directory = exchange_directory(config) / SYNC
+    return Follower(directory, receiver, name, timeout_s=config.parallel.timeout_s)
+
+
+def catch_up(follower: Follower, who: str, version: int | None = None) -> bool:
+    """`Follower.catch_up`, which also says, as `who`, what was wrong with a version."""
+    known = len(follower.healed)
+    caught_up = follower.catch_up(version)
+    for reason in follower.healed[known:]:
+        if distributed.rank() == 0:
+            print(f"{who}: {reason}", file=sys.stderr, flush=True)
+    return caught_up
+
+
 def run(config: Config, index: int) -> None:
     """Answer requests as worker `index` until the trainer says stop. Called by the worker's ranks.
 
@@ -61,18 +85,7 @@ class Worker:
         self.count = config.rollout.workers.count
         self.timeout_s = config.rollout.timeout_s
         self.directory = exchange_directory(config)
-        receiver = Receiver(
-            policy.chunks,
-            config.sketch,
-            policy.pg,
-            exactness=config.rollout.workers.exactness,
-        )
-        self.follower = Follower(
-            self.directory / SYNC,
-            receiver,
-            f"worker_{index}",
-            timeout_s=config.parallel.timeout_s,
-        )
+        self.follower = follower_of(policy, config, f"worker_{index}")
         self.engine = policy.engine()
 
     def run(self) -> None:
@@ -122,12 +135,7 @@ class Worker:
 
     def _answer(self, exchange: Exchange, request: Request) -> None:
         # Not a newer version: what is sampled would depend on who is faster.
-        known = len(self.follower.healed)
-        caught_up = self.follower.catch_up(request.version)
-        for reason in self.follower.healed[known:]:
-            if distributed.rank() == 0:
-                print(f"rollout worker {self.index}: {reason}", file=sys.stderr)
-        if not caught_up:
+        if not catch_up(self.follower, f"rollout worker {self.index}", request.version):
             time.sleep(POLL_S)
             return
         receiver = self.follower.receiver

@@ -98,16 +98,15 @@ class Follower:
             payload = assemble(self._pieces(head, kind, version))
         except (OSError, PayloadError) as error:
             failure = f"{name}: {error}"
-        failures = [text for text in distributed.each(lambda: failure) if text is not None]
-        if failures:
-            return failures[0]
+        failure = distributed.any_reason(failure)
+        if failure is not None:
+            return failure
         assert payload is not None
         try:
             use(payload)
         except PayloadError as error:
             failure = f"{name}: {error}"
-        failures = [text for text in distributed.each(lambda: failure) if text is not None]
-        return failures[0] if failures else None
+        return distributed.any_reason(failure)
 
     def _pieces(self, head: Head, kind: Kind, version: int) -> list[bytes]:
         """The pieces that there are of a version.

@@ -22,7 +22,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_logra.errors import UserError
+from megatron_logra.errors import UserError, one_line
 
 _START_LIMIT_S = 300.0  # importing libraries and building data sets on a busy machine
 _STDERR = 2
@@ -205,7 +205,7 @@ def _answer(connection: Connection) -> None:
             except ConnectionError:
                 raise
             except Exception as error:  # not picklable
-                connection.send(("failure", _one_line(error)))
+                connection.send(("failure", one_line(error)[:500]))
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
@@ -214,8 +214,4 @@ def _guarded(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
     except UserError as error:
         return "user_error", str(error)
     except (Exception, SystemExit) as error:
-        return "failure", _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        return "failure", one_line(error)[:500]

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_logra.config import EnvironmentConfig
-from megatron_logra.errors import UserError
+from megatron_logra.errors import UserError, one_line
 from megatron_logra.rl.environments.base import Problem, Split
 from megatron_logra.rl.environments.isolated import IsolatedEnvironment
 from megatron_logra.rl.environments.listed import ListedProblems
@@ -118,14 +118,10 @@ def _call(function: str, params: dict[str, Any]) -> Any:
     try:
         target = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise UserError(f"function: cannot import {function}: {_line(error)}") from None
+        raise UserError(f"function: cannot import {function}: {one_line(error)}") from None
     if not callable(target):
         raise UserError(f"function: {function} is not callable")
     try:
         return target(**params)
     except (Exception, SystemExit) as error:
-        raise UserError(f"function: {function} failed: {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"function: {function} failed: {one_line(error)}") from None
