@@ -84,7 +84,7 @@ class Fp32Master:
 
     def _publish(self) -> None:
         # Rounded like `Remainder` does it: every holder of a weight has the same bf16 value.
-        self.weight[self._own] = split_fp32(self.master)[0]
+        self.weight[self._own] = nearest_bf16(self.master)
         _gather_rows(self.weight, self.parts, self.group)
 
     def value(self) -> torch.Tensor:
@@ -128,8 +128,7 @@ class Remainder:
 
     def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
         """See `MasterWeight.update`."""
-        value = self.value().addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
-        self.load(value)
+        self._keep(self.value().addmm_(factor, projection_t.t(), beta=decay, alpha=-1))
 
     def value(self) -> torch.Tensor:
         """See `MasterWeight.value`."""
@@ -137,26 +136,42 @@ class Remainder:
 
     def load(self, value: torch.Tensor) -> None:
         """See `MasterWeight.load`."""
-        high, low = split_fp32(value)
-        self.weight.copy_(high)
-        self.remainder.copy_(low)
+        self._keep(value.clone())
+
+    def _keep(self, value: torch.Tensor) -> None:
+        """`split_fp32` without copies; uses `value` up."""
+        bits = value.view(torch.int32)
+        self.remainder.copy_(bits)
+        bits.add_(0x8000).bitwise_right_shift_(16)
+        self.weight.view(torch.int16).copy_(bits)
+
+
+def nearest_bf16(value: torch.Tensor) -> torch.Tensor:
+    """fp32 → nearest bf16, ties away from zero.
+
+    With ties to even, the distance to the fp32 could be -2¹⁵ and +2¹⁵ of its last places, which
+    16 bits cannot tell apart.
+    """
+    bits = value.view(torch.int32) + 0x8000
+    return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
 def split_fp32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 → (nearest bf16, ties away from zero; int16 remainder), without loss.
+    """fp32 → (nearest bf16, int16 remainder), without loss.
 
-    The remainder is bits(value) - bits(bf16)·2¹⁶, in [-2¹⁵, 2¹⁵). Ties go away from zero because
-    with ties-to-even both -2¹⁵ and +2¹⁵ would occur, which 16 bits cannot tell apart.
+    The remainder is bits(value) - bits(bf16)·2¹⁶, in [-2¹⁵, 2¹⁵): the low 16 bits, signed.
     """
-    bits = value.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+    return nearest_bf16(value), value.view(torch.int32).to(torch.int16)
 
 
 def join_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 that `split_fp32` took apart, bit for bit."""
-    bits = (high.detach().view(torch.int16).int() << 16) + remainder.int()
-    return bits.view(torch.float32)
+    value = torch.empty(high.shape, dtype=torch.float32, device=high.device)
+    halves = value.view(torch.int16).unflatten(-1, (-1, 2))  # little-endian: the low half first
+    halves[..., 0] = remainder
+    # A negative remainder borrows from the high half.
+    torch.add(high.detach().view(torch.int16), remainder >> 15, out=halves[..., 1])
+    return value
 
 
 def master_weight(

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_logra.config import SketchConfig
 from megatron_logra.model.parameters import local_part, whole_name
-from megatron_logra.optimizer.master_weights import MasterWeight, master_weight, split_fp32
+from megatron_logra.optimizer.master_weights import MasterWeight, master_weight, nearest_bf16
 from megatron_logra.sketch.capture import SketchCapture, Target
 from megatron_logra.sync.blocks import indices, parameters_of, weight_ranges, whole_target
 from megatron_logra.sync.payload import Block, Payload, PayloadError, join
@@ -218,7 +218,7 @@ class RoundedWeight:
     def load(self, value: torch.Tensor) -> None:
         """See `MasterWeight.load`."""
         if self.weight.dtype == torch.bfloat16:  # rounded as the trainer does it, ties too
-            value = split_fp32(value)[0]
+            value = nearest_bf16(value)
         self.weight.copy_(value)
 
 
