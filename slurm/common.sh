@@ -210,7 +210,7 @@ set_array() {
   done
   [ "$LOGRA_CONTAINER" = none ] ||
     die "--array=0-N is missing: the runs of a study can only be counted without a container"
-  count=$("$MEGATRON_LOGRA_VENV/bin/python" tools/scaling_study.py count "$1") || exit $?
+  count=$("$MEGATRON_LOGRA_VENV/bin/python" tools/scaling_study.py count "$@") || exit $?
   array=0-$((count - 1))
 }
 

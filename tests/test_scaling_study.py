@@ -72,6 +72,8 @@ def test_the_example_study_is_one_and_its_runs_are_different() -> None:
         ({"baseline": "kind=adam"}, "no grid has the axis kind"),
         ({"grids": {"seed": {}}}, "grids: expected"),
         ({"grids": [{**STUDY["grids"][0], "ranks": {"many": {}}}]}, "ranks many"),
+        ({"overrides": ["train.steps=4"]}, "overrides: expected"),
+        ({"basis": "base.yaml"}, "expected the keys base, baseline"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml"),
         ({"grids": [{**STUDY["grids"][0], "x": {"y": {"train.stepz": 1}}}]}, "train.stepz"),
     ],
@@ -112,6 +114,53 @@ def test_an_incomplete_pair_is_not_compared_and_named(
     assert tool.gather(study) == 2
     assert not list(csv.DictReader((tmp_path / "out" / "comparison.csv").open()))
     assert "r=4 is not compared; missing: r=4 seed 1" in capsys.readouterr().err
+
+
+def test_fits_find_the_exponent_and_the_slope_of_each_axis_of_numbers(tmp_path: Path) -> None:
+    ranks = {f"r={r}": {"sketch.rank": r} for r in (4, 16, 64)}
+    grid = {"optimizer": {"adam": {"optimizer.kind": "adam"}} | ranks, "seed": {0: {}, 1: {}}}
+    study = tool.Study(write(tmp_path, grids=[grid]))
+    for cell in study.cells:
+        r = tool.number_of(dict(cell.labels)["optimizer"]) or 1
+        finish(cell, step_s=3 * r**0.5, tokens=100)
+    found = tool.fits(study, tool.table(study))
+    (fit,) = [fit for fit in found if fit["measure"] == "step_s"]
+    assert fit["axis"] == "optimizer" and fit["points"] == 6, "adam is no number"
+    assert fit["exponent"] == pytest.approx(0.5) and fit["power_r2"] == pytest.approx(1)
+    assert fit["exponent_±"] == pytest.approx(0, abs=1e-6)
+    exact = statistics.linear_regression([4, 4, 16, 16, 64, 64], [6, 6, 12, 12, 24, 24])
+    assert (fit["slope"], fit["intercept"]) == pytest.approx(exact) and fit["linear_r2"] < 1
+    assert tool.gather(study) == 0 and (tmp_path / "out" / "fits.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("label", "number"), [("r=16", 16), ("7M", 7e6), ("1e-2", 0.01), ("2", 2), ("adam", None)]
+)
+def test_labels_are_numbers_where_they_end_in_one(label: str, number: float | None) -> None:
+    assert tool.number_of(label) == number
+
+
+def test_what_is_given_for_all_runs_gives_way_to_the_grid(tmp_path: Path) -> None:
+    given = {"train.seed": 8, "train.responses_per_prompt": 2, "train.prompts_per_step": 3}
+    path = write(tmp_path, overrides=given)
+    study = tool.Study(path, ["train.steps=7", "train.seed=9", "train.prompts_per_step=5"])
+    assert all("train.steps=7" in cell.overrides for cell in study.cells)
+    for cell in study.cells:
+        config = tool.load_config(study.base, list(cell.overrides))
+        assert config.train.responses_per_prompt == 2 and config.train.prompts_per_step == 5
+        assert config.train.steps == 7 and str(config.train.seed) == dict(cell.labels)["seed"]
+    with pytest.raises(UserError, match="train.stepz"):
+        tool.Study(write(tmp_path), ["train.stepz=7"])
+
+
+def test_a_setting_that_has_no_baseline_in_the_grid_lacks_no_pair(tmp_path: Path) -> None:
+    grid = {"optimizer": {"r=4": {"sketch.rank": 4}}, "ranks": {"2": {}}, "seed": {0: {}}}
+    study = tool.Study(write(tmp_path, grids=[*STUDY["grids"], grid]))
+    for cell in study.cells:
+        finish(cell, 1.0)
+    assert tool.gather(study) == 0
+    (row,) = list(csv.DictReader((tmp_path / "out" / "comparison.csv").open()))
+    assert row["ranks"] == "1"
 
 
 def test_rewards_count_up_to_the_tokens_that_all_have_trained_on() -> None:

@@ -3,12 +3,14 @@
     python tools/scaling_study.py list STUDY              the runs, by number
     python tools/scaling_study.py count STUDY             how many
     python tools/scaling_study.py run STUDY [--only N]    run what is not done yet
-    python tools/scaling_study.py gather STUDY            table.csv, comparison.csv and plots
+    python tools/scaling_study.py gather STUDY            table.csv, comparison.csv, fits.csv, plots
 
-A study is YAML (examples/scaling/study.yaml is one):
+KEY=VALUE after STUDY is for all runs, but for what the grid says. A study is YAML, such as
+examples/scaling/study.yaml:
 
     base: a configuration's file, beside the study
     directory: where runs and results go
+    overrides: {train.steps: 4}        of the base, for all runs; may be left out
     baseline: optimizer=adam           axis and value that all other values are compared with
     grids:                             products of axes; runs that are the same count once
       - optimizer: {adam: {optimizer.kind: adam}, r=64: {sketch.rank: 64}}   value: its overrides
@@ -24,12 +26,13 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ MEASURES = {
 """Columns of the table, and what they are."""
 # Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
 
 
 @dataclass(frozen=True)
@@ -84,20 +88,27 @@ class Study:
 
     Args:
         path: the file.
+        common: KEY=VALUE for all runs, where the grid does not say otherwise.
 
     Raises:
         UserError: it cannot be read, or is no study.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, common: Sequence[str] = ()) -> None:
         self.path = path
         try:
             data = parse_yaml(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{path}: {' '.join(str(error).split())}; expected a study") from None
         known = {"base", "directory", "baseline", "grids"}
-        if not isinstance(data, dict) or set(data) != known:
-            raise UserError(f"{path}: expected the keys {', '.join(sorted(known))}")
+        if not isinstance(data, dict) or set(data) | {"overrides"} != known | {"overrides"}:
+            raise UserError(
+                f"{path}: expected the keys {', '.join(sorted(known))}, and overrides if wanted"
+            )
+        for_all = data.get("overrides") or {}
+        if not isinstance(for_all, dict):
+            raise UserError(f"{path}: overrides: expected {{KEY: VALUE}}")
+        self.common = (*_assignments(for_all), *common)
         self.base = path.parent / str(data["base"])
         self.directory = Path(data["directory"])
         self.baseline_axis, _, self.baseline = str(data["baseline"]).partition("=")
@@ -120,19 +131,20 @@ class Study:
                 labels = tuple(
                     (str(axis), str(label)) for axis, (label, _) in zip(axes, values, strict=True)
                 )
-                overrides = tuple(
-                    f"{key}={json.dumps(value)}"
-                    for _, given in values
-                    for key, value in (given or {}).items()
-                )
+                overrides = [text for _, given in values for text in _assignments(given or {})]
                 ranks = dict(labels).get(RANKS, "1")
                 if not ranks.isdecimal() or int(ranks) < 1:
                     raise UserError(f"{self.path}: {RANKS} {ranks}: expected a number of ranks")
                 slug = hashlib.sha256(repr(sorted(labels)).encode()).hexdigest()[:8]
                 text = "_".join(value.replace("/", "-") for _, value in labels)
                 directory = self.directory / "cells" / f"{text}_{slug}"
-                own = (*overrides, f"logging.run_dir={json.dumps(str(directory))}")
+                own = (*self.common, *overrides, f"logging.run_dir={json.dumps(str(directory))}")
                 yield Cell(tuple(sorted(labels)), own, int(ranks), directory)
+
+
+def _assignments(values: dict[str, Any]) -> list[str]:
+    """KEY=VALUE, as the command line has it."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def run_cell(study: Study, cell: Cell) -> int:
@@ -249,7 +261,9 @@ def compare(study: Study, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
     found, missing = [], []
     for rest, by_value in groups.items():
         where = ", ".join(f"{name} {value}" for name, value in rest)
-        base = by_value.get(study.baseline, {})
+        base = by_value.get(study.baseline)
+        if base is None:
+            continue  # no pair is asked for
         for value, seeds in by_value.items():
             if value == study.baseline:
                 continue
@@ -280,8 +294,62 @@ def interval(values: list[float]) -> tuple[float, float | None]:
     mean, n = statistics.fmean(values), len(values)
     if n < 2:
         return mean, None
-    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96
-    return mean, t * statistics.stdev(values) / math.sqrt(n)
+    return mean, student(n - 1) * statistics.stdev(values) / math.sqrt(n)
+
+
+def number_of(label: str) -> float | None:
+    """The number that a label of an axis ends in (`r=16`, `7M`, `1e-2`); None without one."""
+    match = re.fullmatch(r"(?:.*=)?(\d+(?:\.\d+)?(?:e-?\d+)?)([KMB]?)", label)
+    return float(match[1]) * _UNITS[match[2]] if match else None
+
+
+def fits(study: Study, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How each measure goes with each axis of numbers, all else equal: two fits over all seeds.
+
+    Returns:
+        A row for each axis, setting of the other axes, and measure: of measure = a · axis^exponent
+        the exponent, its 95 % interval and R², by least squares of logarithms; and of measure =
+        intercept + slope · axis these two and R².
+    """
+    found = []
+    for axis in sorted({axis for cell in study.cells for axis, _ in cell.labels} - {SEED}):
+        for measure in MEASURES:
+            for setting, by_label in _lines(study, rows, axis, measure).items():
+                points = [
+                    (x, y)
+                    for label, ys in by_label.items()
+                    if (x := number_of(label)) is not None
+                    for y in ys
+                ]
+                if len({x for x, _ in points}) < 3 or min(y for _, y in points) <= 0:
+                    continue
+                slope, intercept, _, linear_r2 = _line(points)
+                exponent, _, error, power_r2 = _line(
+                    [(math.log(x), math.log(y)) for x, y in points]
+                )
+                found.append(
+                    {"axis": axis, "setting": setting, "measure": measure, "points": len(points)}
+                    | {"exponent": exponent, "exponent_±": error, "power_r2": power_r2}
+                    | {"intercept": intercept, "slope": slope, "linear_r2": linear_r2}
+                )
+    return found
+
+
+def _line(points: list[tuple[float, float]]) -> tuple[float, float, float, float]:
+    """Slope, intercept, half of the slope's 95 % interval, and R² of the least-squares line."""
+    xs, ys = zip(*points, strict=True)
+    slope, intercept = statistics.linear_regression(xs, ys)
+    left = sum((y - intercept - slope * x) ** 2 for x, y in points)
+    spread = sum((y - statistics.fmean(ys)) ** 2 for y in ys)
+    freedom = len(points) - 2
+    width = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    error = student(freedom) * math.sqrt(left / freedom / width)
+    return slope, intercept, error, 1 - left / spread if spread else 1.0
+
+
+def student(freedom: int) -> float:
+    """The two-sided 95 % point of Student's t."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96
 
 
 def gather(study: Study) -> int:
@@ -291,6 +359,7 @@ def gather(study: Study) -> int:
     study.directory.mkdir(parents=True, exist_ok=True)
     _write(study.directory / "table.csv", rows)
     _write(study.directory / "comparison.csv", compared)
+    _write(study.directory / "fits.csv", fits(study, rows))
     for name in plot(study, rows):
         print(study.directory / name)
     done = sum(row["done"] for row in rows)
@@ -324,7 +393,8 @@ def plot(study: Study, rows: list[dict[str, Any]]) -> list[str]:
             panel.set_xticks(range(len(order)), [str(v) for v in order])
             panel.set_title(meaning, fontsize=8)
             panel.set_xlabel(axis)
-        panels.flat[0].legend(fontsize=6)
+        if panels.flat[0].get_legend_handles_labels()[1]:
+            panels.flat[0].legend(fontsize=6)
         figure.tight_layout()
         name = f"{axis}.png"
         figure.savefig(study.directory / name, dpi=110)
@@ -362,10 +432,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("command", choices=("list", "count", "run", "gather"))
     parser.add_argument("study", type=Path, metavar="STUDY")
+    parser.add_argument("common", nargs="*", metavar="KEY=VALUE", help="for all runs")
     parser.add_argument("--only", type=int, metavar="N", help="run this one alone")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
-        study = Study(args.study)
+        study = Study(args.study, args.common)
         match args.command:
             case "list":
                 for number, cell in enumerate(study.cells):
