@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
@@ -48,11 +47,7 @@ from megatron_logra.model.tokenizer import Message, Tokenizer
 from megatron_logra.rl.evaluate import load_checkpoint, name_of
 from megatron_logra.rl.policy import build_policy
 from megatron_logra.rollout import dynamic_platform, http_port
-from megatron_logra.rollout.dynamic_engine import (
-    generating_from_pages,
-    inference_config,
-    unfit_layout,
-)
+from megatron_logra.rollout.dynamic_engine import generating_from_pages, inference_config
 from megatron_logra.rollout.worker import catch_up, follower_of
 from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.transport import Head, read_head
@@ -75,26 +70,18 @@ def run(
     """Answer requests until a signal says stop. Called by all ranks.
 
     Args:
-        config: the model and its layout, `rollout.batch_size` and `rollout.dynamic`.
+        config: the model and its layout, `rollout.batch_size` and `rollout.dynamic`; one that
+            `require_servable` lets through.
         listener: where HTTP is answered, on rank 0.
         checkpoint: a checkpoint directory; default: see `load_checkpoint`.
         follow: take over the weights of the run's trainer, and each of its updates.
 
     Raises:
-        UserError: the configuration has no trainer to follow, or does not fit the engine or the
-            machine.
+        UserError: the configuration does not fit the engine or the machine.
         RuntimeError: the engine or the coordinator has ended by itself.
     """
-    # Megatron's coordinator has them print a stack, which is of no use to whoever stops a server.
-    for number in STOPS:
-        faulthandler.unregister(number)
-    if follow and config.rollout.placement != "separate":
-        raise UserError("--follow: needs rollout.placement=separate, got colocated")
     policy = build_policy(config)
     policy.require_rollouts()
-    wrong = unfit_layout(policy.chunks, policy.pg)
-    if wrong is not None:
-        raise UserError(f"serve: expected parallel.{wrong}=1")
     if len(set(distributed.each(socket.gethostname))) > 1:
         raise UserError("serve: expected all ranks on one machine")
     source = load_checkpoint(policy, checkpoint)
