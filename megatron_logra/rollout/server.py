@@ -57,6 +57,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.5
 """How often rank 0 looks for new weights, and whether the engine is still there."""
+_BESIDE_POLL_S = 0.02
+"""How often the other ranks look whether rank 0 has suspended the engines."""
 _MOST_BYTES = 1 << 24  # of a request
 
 
@@ -313,11 +315,11 @@ async def _accompany(llm: MegatronAsyncLLM, follower: Follower | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     ended = asyncio.create_task(llm.wait_for_shutdown())
     while follower is not None and not ended.done():
-        suspended = asyncio.create_task(llm.suspend())
-        await asyncio.wait((ended, suspended), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
+        # Looked at, since a wait for it would outlive the loop that it is in.
+        if llm.engine.state == EngineState.SUSPENDED:
             catch_up(follower, "serve")
             await llm.resume()
+        await asyncio.wait((ended,), timeout=_BESIDE_POLL_S)
     await ended
     await llm.shutdown()
 
