@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from helpers import quick, tiny_config
 from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
 from megatron.core.process_groups_config import ProcessGroupCollection
 from quart import Quart
-from sync_runs import STEP, one_update
+from sync_runs import STEP, one_update, wait_until
 from training import make_learner
 
-from megatron_logra import cli
+from megatron_logra import cli, whole_file
 from megatron_logra.config import Config, SamplingConfig, dump_yaml
 from megatron_logra.errors import UserError
 from megatron_logra.model.tokenizer import BytesTokenizer
@@ -38,6 +38,7 @@ from megatron_logra.rollout.server import application
 from megatron_logra.rollout.static_engine import StaticEngine
 from megatron_logra.sync.files import FileSender
 from megatron_logra.sync.sender import Sender
+from megatron_logra.sync.transport import Head
 
 TOKENIZER = BytesTokenizer()
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -100,8 +101,8 @@ class Server:
         with ThreadPoolExecutor() as pool:
             return list(pool.map(self.say, [chat(prompt) for prompt in PROMPTS]))
 
-    def end(self, number: signal.Signals) -> None:
-        """End it by a signal: with exit code 0, without a stack, and with all its processes."""
+    def end(self, number: signal.Signals) -> str:
+        """End it by a signal: with exit code 0 and all its processes; returns what it has said."""
         started = psutil.Process(self.process.pid).children(recursive=True)
         if number == signal.SIGINT:  # a keyboard's comes to all of them
             os.killpg(self.process.pid, number)
@@ -112,6 +113,7 @@ class Server:
         for noise in ("Traceback", "most recent call first", "Task was destroyed"):
             assert noise not in said, said
         assert psutil.wait_procs(started, timeout=5)[1] == []
+        return said
 
 
 @contextmanager
@@ -368,8 +370,15 @@ def test_weights_follow_the_trainer(server, pg):
     assert_follows(server, pg)
 
 
-def test_a_signal_from_the_keyboard_ends_the_server_and_its_processes(server):
-    server.end(signal.SIGINT)
+def test_a_version_that_cannot_be_had_is_told_and_the_keyboards_signal_ends_all(server):
+    directory = Path(server.config.logging.run_dir) / "exchange" / "sync"
+    before = server.say_all()
+    head = json.dumps(asdict(Head(run="lost", version=1, refresh=1))).encode()
+    whole_file.write(directory / "HEAD", head)
+    wait_until(lambda: any((directory / "wanted").glob("server_*")))
+    assert server.say_all() == before
+    said = server.end(signal.SIGINT)
+    assert said.count("serve: refresh_0000001: no pieces; asked for whole weights\n") == 1, said
 
 
 LAYOUTS = {
