@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import megatron_logra
 from megatron_logra import launcher, stopping
-from megatron_logra.config import Config, load_config, require_trainable
+from megatron_logra.config import Config, load_config, require_servable, require_trainable
 from megatron_logra.errors import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -257,6 +257,7 @@ def serve(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     starts_ranks = _starts_ranks(args)
     config = load_config(args.config, args.overrides)
+    require_servable(config, follow=args.follow)
 
     from megatron_logra.rollout import http_port
 

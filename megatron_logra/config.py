@@ -481,6 +481,21 @@ def require_trainable(config: Config) -> None:
         )
 
 
+def require_servable(config: Config, *, follow: bool) -> None:
+    """Refuse what `serve` cannot do, before anything is started.
+
+    Raises:
+        UserError: a layout that Megatron's inference engine has no use for, or no trainer to
+            `follow`.
+    """
+    for key in ("context", "virtual_pipeline"):
+        size = getattr(config.parallel, key)
+        if size > 1:
+            raise UserError(f"parallel.{key}={size}: serve takes 1 only, as Megatron's engine does")
+    if follow and config.rollout.placement != "separate":
+        raise UserError("--follow: needs rollout.placement=separate, got colocated")
+
+
 def _expand_short_forms(data: dict[str, Any]) -> dict[str, Any]:
     """A shallow copy in which `environment` is a list and `algorithm` a mapping."""
     data = dict(data)

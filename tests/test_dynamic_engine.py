@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -434,3 +437,10 @@ def test_paged_attention_is_attention(
     torch.testing.assert_close(
         sums[:-1, :, 0], torch.stack([s[:, -1] for _, s in expected]), **tolerance
     )
+
+
+def test_a_request_to_stop_prints_no_stack():
+    coordinator = "megatron.core.inference.data_parallel_inference_coordinator.coordinator"
+    assert coordinator in sys.modules, "what would have it printed"
+    assert not faulthandler.unregister(signal.SIGTERM)
+    assert not faulthandler.unregister(signal.SIGINT)

@@ -108,10 +108,10 @@ def _parse(
         reached.append(arguments[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "require_trainable", stop)
+    for function in ("require_trainable", "require_servable"):
+        monkeypatch.setattr(cli, function, stop)
     for function in (
         *("rl.evaluate.run", "rl.evaluate.generate", "rollout.worker.run"),
-        "rollout.http_port.require_packages",
         *("report.write_report", "planner.report.run", "convert.from_hf", "convert.to_hf"),
     ):
         monkeypatch.setattr(f"megatron_logra.{function}", stop)

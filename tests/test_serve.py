@@ -1,4 +1,4 @@
-"""A real server process and plain HTTP: its answers, what it refuses, and how it ends."""
+"""Real server processes and plain HTTP: answers, what is refused, and how servers end."""
 
 from __future__ import annotations
 
@@ -13,39 +13,46 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from helpers import tiny_config
-from sync_runs import STEP, one_update
+from helpers import quick, tiny_config
+from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
+from megatron.core.process_groups_config import ProcessGroupCollection
+from quart import Quart
+from sync_runs import STEP, one_update, wait_until
 from training import make_learner
 
-from megatron_logra import cli
+from megatron_logra import cli, whole_file
 from megatron_logra.config import Config, SamplingConfig, dump_yaml
 from megatron_logra.errors import UserError
 from megatron_logra.model.tokenizer import BytesTokenizer
+from megatron_logra.optimizer.learner import Learner
 from megatron_logra.rl import evaluate
 from megatron_logra.rollout import http_port
 from megatron_logra.rollout.server import application
 from megatron_logra.rollout.static_engine import StaticEngine
 from megatron_logra.sync.files import FileSender
 from megatron_logra.sync.sender import Sender
+from megatron_logra.sync.transport import Head
 
 TOKENIZER = BytesTokenizer()
 GREEDY = {"temperature": 0, "max_tokens": 12}
 PROMPT = "What is 2 + 2?"
+PROMPTS = [PROMPT, "List three colours.", "é"]
 
 
 def chat(text: str = PROMPT, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **GREEDY, **fields}
 
 
-def config_for(run_dir: Path, **sampling: Any) -> Config:
+def config_for(run_dir: Path, vocab_size: int = 260, **sampling: Any) -> Config:
     return tiny_config(
-        {"vocab_size": 260, "max_sequence_length": 128},
+        {"vocab_size": vocab_size, "max_sequence_length": 128},
         rollout={"placement": "separate", "sync": "sketch", "batch_size": 8}
         | {"dynamic": {"block_tokens": 16}, "sampling": sampling},
         train={"seq_length": 96},
@@ -89,15 +96,34 @@ class Server:
         (choice,) = self.post("/v1/chat/completions", body)["choices"]
         return choice["message"]["content"]
 
+    def say_all(self) -> list[str]:
+        """Greedy answers to `PROMPTS`, asked at the same time."""
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(self.say, [chat(prompt) for prompt in PROMPTS]))
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("serve")
-    config = config_for(directory / "run")
-    file = directory / "config.yaml"
+    def end(self, number: signal.Signals) -> str:
+        """End it by a signal: with exit code 0 and all its processes; returns what it has said."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        if number == signal.SIGINT:  # a keyboard's comes to all of them
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        _, said = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, said
+        for noise in ("Traceback", "most recent call first", "Task was destroyed"):
+            assert noise not in said, said
+        assert psutil.wait_procs(started, timeout=5)[1] == []
+        return said
+
+
+@contextmanager
+def serving(config: Config, *arguments: str) -> Iterator[Server]:
+    """A server that follows the run's trainer."""
+    file = Path(config.logging.run_dir).parent / "config.yaml"
     file.write_text(dump_yaml(config))
+    command = [sys.executable, "-m", "megatron_logra", "serve", str(file), "--port", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_logra", "serve", str(file), "--port", "0", "--follow"],
+        [*command, "--follow", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,12 +143,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(config_for(tmp_path_factory.mktemp("serve") / "run")) as server:
+        yield server
+
+
 def test_greedy_chats_are_generates(server):
-    prompts = [PROMPT, "List three colours.", "é"]
     run_dir = Path(server.config.logging.run_dir)
-    expected = evaluate.generate(config_for(run_dir, temperature=0.0, max_tokens=12), prompts)
-    with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(server.say, [chat(prompt) for prompt in prompts]))
+    expected = evaluate.generate(config_for(run_dir, temperature=0.0, max_tokens=12), PROMPTS)
+    answers = server.say_all()
     assert answers == expected
     assert len(set(answers)) > 1, "the model says the same to everything"
 
@@ -244,7 +274,8 @@ def test_bad_completions_are_one_line(fields, words):
     assert str(raised.value).startswith(words) and "\n" not in str(raised.value)
 
 
-def test_unknown_routes_are_errors_and_none_changes_anything(server):
+def test_no_route_changes_weights_or_stops_the_engine(server):
+    """What there is, all told, and that all else that Megatron has is refused."""
     rules = application(None, TOKENIZER).url_map.iter_rules()
     routes = {(rule.rule, *sorted(rule.methods - {"HEAD", "OPTIONS"})) for rule in rules}
     assert routes == {
@@ -255,30 +286,65 @@ def test_unknown_routes_are_errors_and_none_changes_anything(server):
             ("health", "GET"),
         )
     }
+    everything = Quart("everything Megatron has")
+    for blueprint in endpoints.__all__:
+        everything.register_blueprint(blueprint)
+    theirs = {rule.rule for rule in everything.url_map.iter_rules()}
+    kept_back = theirs - {path for path, _ in routes} - {"/static/<path:filename>"}
+    assert "/v1/start_profile" in kept_back
     before = server.say(chat())
-    for path in ("start_profile", "stop_profile", "suspend", "update_weights", "x"):
-        assert server.call(f"/v1/{path}", {})[0] == 404
-        assert server.call(f"/{path}", {})[0] == 404
-    for method in ("PUT", "PATCH", "DELETE"):
-        assert server.call("/v1/completions", {}, method)[0] == 405
+    for name in ("pause", "suspend", "resume", "stop", "shutdown", "update_weights", "load", "x"):
+        kept_back |= {f"/{name}", f"/v1/{name}"}
+    for path in kept_back:
+        for method in ("GET", "POST", "PUT"):
+            assert server.call(path, None if method == "GET" else {}, method)[0] == 404
+    for path, known in routes:
+        for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - {known}:
+            assert server.call(path, None if method == "GET" else {}, method)[0] == 405
+    for name in ("generation_epoch", "weights", "checkpoint", "termination_id", "num_tokens"):
+        status, answer = server.call("/v1/chat/completions", chat(**{name: 1}))
+        assert status == 400 and f"{name}: not supported" in answer["error"]["message"]
+    assert server.call("/v1/health")[1]["ready"] is True
     assert server.say(chat()) == before
 
 
-def test_nothing_listens_beyond_this_machine(server):
+def listening(server: Server) -> list[tuple[str, int]]:
+    """Addresses and ports at which its processes listen."""
     process = psutil.Process(server.process.pid)
-    places = [
-        connection.laddr.ip
+    return [
+        tuple(connection.laddr)
         for each in (process, *process.children(recursive=True))
         for connection in each.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert len(places) >= 3 and set(places) == {"127.0.0.1"}
 
 
-def test_weights_follow_the_trainer(server, pg):
-    """Requests that are under way when weights change are answered, too."""
-    before = server.say(chat())
+def test_nothing_listens_beyond_this_machine(server):
+    places = listening(server)
+    assert len(places) >= 3 and {address for address, _ in places} == {"127.0.0.1"}
+
+
+def generated(learner: Learner) -> list[str]:
+    """What one rank generates with the trainer's own weights, as `Server.say_all`."""
+    engine = StaticEngine(
+        learner.chunks,
+        stop_ids=TOKENIZER.stop_ids,
+        pad_id=TOKENIZER.PAD,
+        max_sequence_length=96,
+        batch_size=8,
+        pg=learner.pg,
+    )
+    prompts = [TOKENIZER.encode_chat(chat(prompt)["messages"]) for prompt in PROMPTS]
+    greedy = SamplingConfig(temperature=0.0, max_tokens=12)
+    answers = engine.generate(prompts, 1, greedy, seed=0, update=0)
+    return [TOKENIZER.decode(response.token_ids) for (response,) in answers]
+
+
+def assert_follows(server: Server, pg: ProcessGroupCollection) -> None:
+    """It serves a trainer's weights once they change; requests under way are answered, too."""
     learner = make_learner(server.config, pg)
+    before = generated(learner)
+    assert server.say_all() == before, "the first weights are the trainer's"
     directory = Path(server.config.logging.run_dir) / "exchange" / "sync"
     sender = FileSender(directory, Sender(learner, server.config.sketch, "first"))
     sender.start()
@@ -297,28 +363,43 @@ def test_weights_follow_the_trainer(server, pg):
             break
         assert time.monotonic() < deadline, choice
         time.sleep(0.1)
-    engine = StaticEngine(
-        learner.chunks,
-        stop_ids=TOKENIZER.stop_ids,
-        pad_id=TOKENIZER.PAD,
-        max_sequence_length=96,
-        batch_size=1,
-        pg=pg,
-    )
-    ids = TOKENIZER.encode_chat(chat()["messages"])
-    ((response,),) = engine.generate(
-        [ids], 1, SamplingConfig(temperature=0.0, max_tokens=12), seed=0, update=0
-    )
-    assert choice["message"]["content"] == TOKENIZER.decode(response.token_ids) != before
+    assert server.say_all() == generated(learner) != before
 
 
-def test_a_signal_from_the_keyboard_ends_the_server_and_its_processes(server):
-    started = psutil.Process(server.process.pid).children(recursive=True)
-    os.killpg(server.process.pid, signal.SIGINT)
-    _, said = server.process.communicate(timeout=30)
-    assert server.process.returncode == 0, said
-    assert "Traceback" not in said
-    assert psutil.wait_procs(started, timeout=5)[1] == []
+def test_weights_follow_the_trainer(server, pg):
+    assert_follows(server, pg)
+
+
+def test_a_version_that_cannot_be_had_is_told_and_the_keyboards_signal_ends_all(server):
+    directory = Path(server.config.logging.run_dir) / "exchange" / "sync"
+    before = server.say_all()
+    head = json.dumps(asdict(Head(run="lost", version=1, refresh=1))).encode()
+    whole_file.write(directory / "HEAD", head)
+    wait_until(lambda: any((directory / "wanted").glob("server_*")))
+    assert server.say_all() == before
+    said = server.end(signal.SIGINT)
+    assert said.count("serve: refresh_0000001: no pieces; asked for whole weights\n") == 1, said
+
+
+LAYOUTS = {
+    "tp2": ("parallel.tensor=2",),
+    "tp2-sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "pp2": ("parallel.pipeline=2",),
+    "dp2": (),
+}
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS, ["tp2"]))
+def test_two_ranks_answer_as_one_follow_the_trainer_and_end(layout, tmp_path, pg):
+    """Its vocabulary is odd, so tensor-parallel ranks have a row that is no token."""
+    config = config_for(tmp_path / "run", vocab_size=261)
+    with serving(config, "--nproc", "2", *LAYOUTS[layout]) as server:
+        assert_follows(server, pg)
+        # The draws of tensor-parallel ranks and of stages are one, those of replicas are not.
+        body = {"prompt": ["a"] * 8, "temperature": 1, "max_tokens": 24}
+        choices = server.post("/v1/completions", body)["choices"]
+        assert len({choice["text"] for choice in choices}) == 8
+        server.end(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -351,6 +432,22 @@ def test_missing_packages_are_one_line(refused, monkeypatch):
     monkeypatch.setitem(http_port.PACKAGES, "no_such_module", "no-such-distribution")
     assert "no-such-distribution: not installed" in refused()
     assert "pip install 'megatron-logra[serve]'" in refused()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("parallel.context=2", "parallel.context=2: serve takes 1 only"),
+        (
+            "parallel.pipeline=2 parallel.virtual_pipeline=2",
+            "parallel.virtual_pipeline=2: serve takes 1 only",
+        ),
+        ("parallel.expert=2", "parallel.expert=2: expected 1"),
+        ("parallel.tensor=2", "parallel.tensor=2: need a multiple of 2 ranks"),
+    ],
+)
+def test_layouts_that_cannot_serve_are_one_line(refused, changes, words):
+    assert words in refused("--port", "0", *changes.split())
 
 
 def test_only_a_separate_run_can_be_followed(refused):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,16 @@ from sync_runs import (
     one_update,
     receive,
     send,
+    wait_until,
 )
 from training import make_learner
 
+from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import UserError
 from megatron_logra.optimizer.learner import Learner
 from megatron_logra.optimizer.master_weights import Remainder
+from megatron_logra.rollout.exchange import Share
+from megatron_logra.rollout.remote import RemoteEngine
 from megatron_logra.sync.files import FileSender
 from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.payload import Payload, PayloadError, assemble, decode
@@ -303,3 +308,36 @@ def test_the_benchmark_measures_every_way_of_one_size(tmp_path):
     assert row["sketch_bytes"] < row["target_bytes"] < row["refresh_bytes"]
     ways = ("dense_files", "sketch_groups", "dense_groups", "gloo_broadcast", "resharding")
     assert all(row[f"{way}_s"] > 0 for way in ways)
+
+
+def test_a_trainer_that_waits_for_responses_heals_who_cannot_use_its_update(line, tmp_path):
+    engine = RemoteEngine(tmp_path, "run", 1, timeout_s=60, seed=0)
+    engine.wanted, engine.refresh = line.sender.wanted, line.sender.refresh_if_wanted
+    line.step()
+    line.piece(1).write_bytes(b"")
+    number = engine.ask(
+        [[1]], 1, SamplingConfig(), version=1, update=1, stream="rollout", stop_token_ids=()
+    )
+
+    def work() -> None:
+        wait_until(lambda: line.follower.catch_up(1), 60)
+        engine.exchange.answer(number, 0, Share(version=1))
+
+    with ThreadPoolExecutor() as pool:
+        worker = pool.submit(work)
+        engine.collect(number)
+        worker.result()
+    assert line.receiver.version == 1 and line.same()
+    assert all("update_0000001" in reason for reason in line.follower.healed)
+
+
+def test_a_wish_that_is_being_written_is_left_to_its_writer(line):
+    unfinished = line.follower.directory / "wanted" / ".worker_0.17"
+    unfinished.parent.mkdir()
+    unfinished.touch()
+    assert not line.sender.wanted() and line.sender.refresh_if_wanted() == 0
+    line.step()
+    assert unfinished.exists()
+    unfinished.rename(unfinished.with_name("worker_0"))
+    assert line.sender.wanted() and line.sender.refresh_if_wanted() > 0
+    assert not line.sender.wanted()

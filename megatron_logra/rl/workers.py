@@ -59,6 +59,8 @@ class Workers:
                 dense=dense,
             )
         self._sender.start()
+        self.engine.wanted = self._sender.wanted
+        self.engine.refresh = self._sender.refresh_if_wanted
 
     def publish(self) -> int:
         """Send the update that has just been applied; returns bytes."""
@@ -84,5 +86,6 @@ def _new_run(directory: Path) -> str:
     if directory.is_dir():
         for path in directory.iterdir():
             if _RUN.fullmatch(path.name):
-                shutil.rmtree(path)
+                # A worker may be writing there; nobody reads what stays.
+                shutil.rmtree(path, ignore_errors=True)
     return f"run_{secrets.token_hex(4)}"

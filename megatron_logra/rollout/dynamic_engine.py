@@ -13,6 +13,8 @@ ever read. Weights that change during a call make Megatron compute the cache ane
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +45,11 @@ from megatron_logra.errors import UserError
 from megatron_logra.rollout import dynamic_platform
 from megatron_logra.rollout.drawing import Drawing, Response
 from megatron_logra.rollout.static_engine import generating
+
+# The imports above have SIGINT and SIGTERM print a stack before they do what they are for. Right
+# here, for what is taken off gives way to the handlers of when it was put on.
+for _number in (signal.SIGINT, signal.SIGTERM):
+    faulthandler.unregister(_number)
 
 _PREFILL_TOKENS = 4096  # tokens of one forward pass, at least one sequence of full length
 

@@ -10,7 +10,7 @@ from megatron_logra import distributed
 from megatron_logra.config import SamplingConfig
 from megatron_logra.errors import StopRequested
 from megatron_logra.rollout.drawing import Response
-from megatron_logra.rollout.exchange import Exchange, Request
+from megatron_logra.rollout.exchange import Exchange, Request, Share
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class RemoteEngine:
         self.seed = seed
         self.stop_requested: Callable[[], bool] = lambda: False
         """Asked while waiting for responses, on the first rank."""
+        self.wanted: Callable[[], bool] = lambda: False
+        """Asked likewise: whether a worker needs whole weights before it can answer."""
+        self.refresh: Callable[[], int] = lambda: 0
+        """Then called, by all ranks: offers them, and returns bytes."""
         self._next = 0
 
     def ask(
@@ -84,11 +88,10 @@ class RemoteEngine:
             UserError: a worker cannot answer; says why.
             RuntimeError: a worker has not answered in time.
         """
-        shares = distributed.first(
-            lambda: self.exchange.collect(
-                number, self.workers, self.timeout_s, progress, self.stop_requested
-            )
-        )
+        shares = self._wait(number, progress, lambda: self.stop_requested() or self.wanted())
+        # Once: a worker that has no use for whole weights either is told of when its time is up.
+        if shares is None and self.refresh():
+            shares = self._wait(number, progress, self.stop_requested)
         if shares is None:
             raise StopRequested("stopped while rollout workers were at work")
         responses = []
@@ -99,6 +102,16 @@ class RemoteEngine:
                 responses.append(group)
         drifts = [share.drift for share in shares if share.drift is not None]
         return Collected(responses, max(drifts) if drifts else None)
+
+    def _wait(
+        self,
+        number: int,
+        progress: Callable[[int, int], None] | None,
+        stop: Callable[[], bool],
+    ) -> list[Share] | None:
+        return distributed.first(
+            lambda: self.exchange.collect(number, self.workers, self.timeout_s, progress, stop)
+        )
 
     def stop(self) -> None:
         """Let the workers end."""

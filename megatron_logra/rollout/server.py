@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
@@ -48,11 +47,7 @@ from megatron_logra.model.tokenizer import Message, Tokenizer
 from megatron_logra.rl.evaluate import load_checkpoint, name_of
 from megatron_logra.rl.policy import build_policy
 from megatron_logra.rollout import dynamic_platform, http_port
-from megatron_logra.rollout.dynamic_engine import (
-    generating_from_pages,
-    inference_config,
-    unfit_layout,
-)
+from megatron_logra.rollout.dynamic_engine import generating_from_pages, inference_config
 from megatron_logra.rollout.worker import catch_up, follower_of
 from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.transport import Head, read_head
@@ -62,6 +57,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.5
 """How often rank 0 looks for new weights, and whether the engine is still there."""
+_BESIDE_POLL_S = 0.02
+"""How often the other ranks look whether rank 0 has suspended the engines."""
 _MOST_BYTES = 1 << 24  # of a request
 
 
@@ -75,26 +72,18 @@ def run(
     """Answer requests until a signal says stop. Called by all ranks.
 
     Args:
-        config: the model and its layout, `rollout.batch_size` and `rollout.dynamic`.
+        config: the model and its layout, `rollout.batch_size` and `rollout.dynamic`; one that
+            `require_servable` lets through.
         listener: where HTTP is answered, on rank 0.
         checkpoint: a checkpoint directory; default: see `load_checkpoint`.
         follow: take over the weights of the run's trainer, and each of its updates.
 
     Raises:
-        UserError: the configuration has no trainer to follow, or does not fit the engine or the
-            machine.
+        UserError: the configuration does not fit the engine or the machine.
         RuntimeError: the engine or the coordinator has ended by itself.
     """
-    # Megatron's coordinator has them print a stack, which is of no use to whoever stops a server.
-    for number in STOPS:
-        faulthandler.unregister(number)
-    if follow and config.rollout.placement != "separate":
-        raise UserError("--follow: needs rollout.placement=separate, got colocated")
     policy = build_policy(config)
     policy.require_rollouts()
-    wrong = unfit_layout(policy.chunks, policy.pg)
-    if wrong is not None:
-        raise UserError(f"serve: expected parallel.{wrong}=1")
     if len(set(distributed.each(socket.gethostname))) > 1:
         raise UserError("serve: expected all ranks on one machine")
     source = load_checkpoint(policy, checkpoint)
@@ -326,11 +315,11 @@ async def _accompany(llm: MegatronAsyncLLM, follower: Follower | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     ended = asyncio.create_task(llm.wait_for_shutdown())
     while follower is not None and not ended.done():
-        suspended = asyncio.create_task(llm.suspend())
-        await asyncio.wait((ended, suspended), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
+        # Looked at, since a wait for it would outlive the loop that it is in.
+        if llm.engine.state == EngineState.SUSPENDED:
             catch_up(follower, "serve")
             await llm.resume()
+        await asyncio.wait((ended,), timeout=_BESIDE_POLL_S)
     await ended
     await llm.shutdown()
 

@@ -44,10 +44,13 @@ def follower_of(policy: Policy, config: Config, name: str) -> Follower:
 
 
 def catch_up(follower: Follower, who: str, version: int | None = None) -> bool:
-    """`Follower.catch_up`, which also says, as `who`, what was wrong with a version."""
-    known = len(follower.healed)
+    """`Follower.catch_up`, which also says, as `who`, what is or was wrong with a version."""
+    known, failure = len(follower.healed), follower.failure
     caught_up = follower.catch_up(version)
-    for reason in follower.healed[known:]:
+    reasons = follower.healed[known:]
+    if follower.failure not in (None, failure):  # once, however often it is tried
+        reasons.append(f"{follower.failure}; asked for whole weights")
+    for reason in reasons:
         if distributed.rank() == 0:
             print(f"{who}: {reason}", file=sys.stderr, flush=True)
     return caught_up

@@ -37,6 +37,8 @@ class Follower:
         self.name = name
         self.healed: list[str] = []
         """What was wrong with a version, and what helped, each time."""
+        self.failure: str | None = None
+        """What is wrong with the version that was last tried, as long as nothing has helped."""
         self._groups = GroupReader(name, timeout_s)
 
     def catch_up(self, version: int | None = None) -> bool:
@@ -81,10 +83,9 @@ class Follower:
     ) -> str | None:
         """`_attempt`, and once more if that fails; why both have failed."""
         failure = self._attempt(head, kind, version, use)
-        if failure is None:
-            return None
-        again = self._attempt(head, kind, version, use)
-        if again is None:
+        again = failure and self._attempt(head, kind, version, use)
+        self.failure = again
+        if failure is not None and again is None:
             self.healed.append(f"{failure}; took it again")
         return again
 

@@ -121,6 +121,15 @@ class Publisher(ABC):
             sent += self._publish("refresh")
         return sent
 
+    def wanted(self) -> bool:
+        """Whether a receiver asks for whole weights. Called by one rank, unlike the others."""
+        return bool(_wishes(self.directory))
+
+    def refresh_if_wanted(self) -> int:
+        """Offer the weights as they are if a receiver asks for them; returns bytes."""
+        wanted = distributed.first(lambda: _take_wishes(self.directory))
+        return self._publish("refresh") if wanted else 0
+
     @abstractmethod
     def close(self) -> None:
         """No receiver need be served any more."""
@@ -175,7 +184,12 @@ class Publisher(ABC):
 
 def _take_wishes(directory: Path) -> bool:
     """Whether a receiver has asked for a refresh; what it asked is forgotten."""
-    wishes = list((directory / "wanted").glob("*"))
+    wishes = _wishes(directory)
     for path in wishes:
         path.unlink()
     return bool(wishes)
+
+
+def _wishes(directory: Path) -> list[Path]:
+    # Not one that is still being written, under a name with a dot: it would be missed there.
+    return list((directory / "wanted").glob("[!.]*"))
