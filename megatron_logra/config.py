@@ -242,6 +242,16 @@ class RolloutWorkersConfig(Section):
     restarts: int = Field(3, ge=0)
     """Times that a worker which has died is started again by `--nproc`'s launcher."""
 
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout of each."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of each."""
+        return self.tensor * self.pipeline
+
 
 class DynamicEngineConfig(Section):
     """The paged KV cache of `rollout.engine: dynamic`."""
