@@ -138,7 +138,7 @@ set_program() {
   program=("$LOGRA_REPO/slurm/rank.sh" "$python" -m megatron_logra "$1") go_on=()
   case $1 in
     study) program=("$python" tools/scaling_study.py run) ;; # which always goes on
-    train) go_on=(--resume) ;;
+    train) program+=(--workers-among-ranks) go_on=(--resume) ;; # only where rollouts are separate
   esac
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import NODES, REPO, Cluster, why_not
-from test_ranks import assert_same_records, config_for
+from test_ranks import VARIES, assert_same_records, config_for
 
 from megatron_logra import attempts
 from megatron_logra.config import Config, dump_yaml
@@ -210,7 +210,7 @@ def test_a_container_is_around_the_ranks(container: str, wanted: list[str], tmp_
     assert done.returncode == 0, done.stderr
     (command,) = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
     assert all(text in command for text in wanted)
-    assert command.index("IMAGE") < command.index("rank.sh python3 -m megatron_logra train C.yaml")
+    assert command.index("IMAGE") < command.index("rank.sh python3 -m megatron_logra train ")
 
 
 def test_scripts_name_no_site() -> None:
@@ -237,7 +237,7 @@ def test_each_rank_knows_its_place_on_two_nodes(
         assert place["WORLD_SIZE"] == "4" and place["LOCAL_WORLD_SIZE"] == "2"
         assert place["host"].split()[0] == NODES[rank // 2]
         assert place["host"].endswith(
-            "arguments=-m megatron_logra train C.yaml"
+            "arguments=-m megatron_logra train --workers-among-ranks C.yaml"
         )
         assert place["MASTER_ADDR"] == NODES[0] and 20000 <= int(place["MASTER_PORT"]) < 32000
     assert len({place["MASTER_PORT"] for place in found.values()}) == 1
@@ -320,7 +320,7 @@ def test_a_dry_run_in_a_job_shows_every_rank_and_starts_none(
     for rank in range(4):
         place = f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank % 2} on {NODES[rank // 2]}"
         assert place in text, text
-    assert "NCCL_SOCKET_IFNAME=lo" in text and "train C.yaml" in text
+    assert "NCCL_SOCKET_IFNAME=lo" in text and "train --workers-among-ranks C.yaml" in text
     assert not records(tmp_path, told.strip())
 
 
@@ -357,6 +357,28 @@ def test_a_stopped_job_requeues_itself_and_goes_on_as_if_nothing_had_been(
     ends = [attempt["end"] for attempt in attempts.read(run_dir)]
     assert ends == ["stopped on request", "done"]
     assert_same_records(run_dir, uninterrupted)
+
+
+@pytest.mark.slurm
+def test_the_last_ranks_of_a_job_are_the_rollout_workers(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """Two ranks train on one node and are stopped once; the two on the other generate together."""
+    run_dir = tmp_path / "run"
+    config = free_run(run_dir)
+    separate = tmp_path / "separate.yaml"
+    separate.write_text(
+        f"base: {config.name}\n"
+        "rollout: {placement: separate, sync: sketch, transport: gloo, workers: {tensor: 2}}\n"
+    )
+    job = submit(cluster, tmp_path, "train_multinode.sbatch", str(separate), nodes=2)
+    wait_for_steps(cluster, tmp_path, run_dir, job, 1)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    assert cluster.wait(job) == ("COMPLETED", 0), output(tmp_path, job)
+    ends = [attempt["end"] for attempt in attempts.read(run_dir)]
+    assert ends == ["stopped on request", "done"]
+    assert_same_records(run_dir, uninterrupted, (*VARIES, "sync/"))
+    assert all(record["sync/bytes"] > 0 for record in read_metrics(run_dir))
 
 
 @pytest.mark.slurm
