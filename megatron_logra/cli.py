@@ -109,6 +109,12 @@ def train(argv: Sequence[str]) -> int:
         metavar="N",
         help="ranks of a dry run; default: --nproc, or as few as the parallel section takes",
     )
+    parser.add_argument(
+        "--workers-among-ranks",
+        action="store_true",
+        help="with rollout.placement=separate: of the ranks that srun has started, the last are "
+        "the rollout workers'",
+    )
     args = parser.parse_intermixed_args(argv)
     starts_ranks = _starts_ranks(args)
     if args.ranks is not None and (not args.dry_run or args.ranks < 1):
@@ -117,12 +123,22 @@ def train(argv: Sequence[str]) -> int:
     require_trainable(config)
     if args.dry_run:
         return _dry_run(config, args.ranks or (args.nproc if args.nproc > 1 else None))
-    separate = config.rollout.placement == "separate" and not launcher.is_rank()
-    if starts_ranks or separate:
+    separate = config.rollout.placement == "separate"
+    if separate and args.workers_among_ranks and not launcher.is_rank():
+        raise UserError("--workers-among-ranks: expected to be a rank that srun has started")
+    if starts_ranks or (separate and not launcher.is_rank()):
         helpers = _rollout_workers(config, args) if separate else []
         return launcher.launch(["train", *argv], args.nproc, helpers)
     with stopping.handled(_stop_at_once):  # until the first step begins
         _become_rank()
+        if separate and args.workers_among_ranks:
+            from megatron_logra import roles
+            from megatron_logra.rollout import worker
+
+            index = roles.take(config)
+            if index is not None:
+                worker.run(config, index)
+                return 0
 
         from megatron_logra.rl import trainer
 
@@ -146,9 +162,8 @@ def _rollout_workers(config: Config, args: argparse.Namespace) -> list[launcher.
     """The commands that start a run's rollout workers."""
     workers = config.rollout.workers
     command = ["rollout-worker", args.config, *args.overrides, "--index"]
-    ranks = workers.tensor * workers.pipeline
     return [
-        launcher.Helper([*command, str(index)], ranks, workers.restarts)
+        launcher.Helper([*command, str(index)], workers.ranks, workers.restarts)
         for index in range(workers.count)
     ]
 

@@ -242,6 +242,16 @@ class RolloutWorkersConfig(Section):
     restarts: int = Field(3, ge=0)
     """Times that a worker which has died is started again by `--nproc`'s launcher."""
 
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout of each."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of each."""
+        return self.tensor * self.pipeline
+
 
 class DynamicEngineConfig(Section):
     """The paged KV cache of `rollout.engine: dynamic`."""
@@ -538,10 +548,29 @@ def parse_yaml(text: str) -> Any:
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply `a.b=value` overrides, check everything.
 
+    A file with the key `base` changes another one, named by its path from there: sections are
+    merged, values and lists replaced.
+
     Raises:
         UserError: the file is missing or malformed, a key is unknown, a value has a wrong type, or
             values contradict each other.
     """
+    data = _read(path)
+    base = data.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise UserError(f"{path}: base: expected a file, got {base!r}")
+        below = _read(Path(path).parent / base)
+        if "base" in below:
+            raise UserError(f"{path}: base: {base} has a base, too; expected a whole configuration")
+        data = _merged(_expand_short_forms(below), _expand_short_forms(data))
+    for override in overrides or []:
+        data = _apply_override(data, override)
+    return config_from_dict(data)
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """A file's mapping of sections."""
     try:
         data = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -553,9 +582,18 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     if not isinstance(data, dict):
         got = "the file is empty" if data is None else f"got a {type(data).__name__}"
         raise UserError(f"{path}: expected a mapping of configuration sections; {got}")
-    for override in overrides or []:
-        data = _apply_override(data, override)
-    return config_from_dict(data)
+    return data
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with what `above` says otherwise."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value)
+        merged[key] = value
+    return merged
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

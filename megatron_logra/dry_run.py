@@ -36,6 +36,7 @@ from megatron_logra.optimizer.learner import Learner
 from megatron_logra.planner import report
 from megatron_logra.planner.shapes import layout_of
 from megatron_logra.sketch.projection import Projections
+from megatron_logra.sync.receiver import Receiver
 
 PLAN_FILE = "plan.json"
 META = torch.device("meta")
@@ -61,6 +62,8 @@ def run(cfg: Config, ranks: int | None) -> dict[str, Any]:
         _compare(rank, built.bytes_by_kind, planned["per_rank"][rank][cfg.optimizer.kind])
         shards.add(rank, built.tensors)
     shards.check()
+    if planned["rollout_worker"] is not None:
+        _check_worker(cfg, planned["rollout_worker"])
     file = Path(cfg.logging.run_dir) / PLAN_FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,27 +88,44 @@ class Built:
 
 def build_rank(cfg: Config, rank: int, ranks: int) -> Built:
     """Build one of `ranks` ranks; leaves no process group behind."""
+    with _as_rank(cfg, rank, ranks) as pg:
+        tconfig, arguments = transformer_config(cfg)
+        learner = Learner(build_chunks(tconfig, arguments, pg), tconfig, cfg, pg)
+        state = checkpoint.weights_state(learner.chunks)
+        if learner.sketch is not None:
+            state["sketch"] = learner.sketch.sharded_state_dict()
+        apply_factories(state)  # gate and up are saved apart
+        tensors = [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
+        return Built(learner.memory_bytes(), tensors)
+
+
+def _check_worker(cfg: Config, planned: dict[str, int]) -> None:
+    """Build the ranks of a rollout worker; the largest holds what was planned."""
+    own, workers = report.worker_config(cfg), cfg.rollout.workers
+    held = []
+    for rank in range(workers.ranks):
+        with _as_rank(own, rank, workers.ranks) as pg:
+            tconfig, arguments = transformer_config(own)
+            chunks = build_chunks(tconfig, arguments, pg)
+            receiver = Receiver(chunks, cfg.sketch, pg, exactness=workers.exactness)
+            held.append(receiver.memory_bytes())
+    if {kind: planned[kind] for kind in report.WORKER_KINDS} not in held:
+        raise RuntimeError(f"a rollout worker holds other bytes than planned: {held}")
+
+
+@contextmanager
+def _as_rank(cfg: Config, rank: int, ranks: int) -> Iterator[ProcessGroupCollection]:
+    """Within: this process is one of ranks that are not there, and nothing takes memory."""
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process without process groups")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         pg = distributed.make_groups(cfg.parallel, cfg.train.seed, gloo=False)
         with _without_memory():
-            learner = _learner(cfg, pg)
-            state = checkpoint.weights_state(learner.chunks)
-            if learner.sketch is not None:
-                state["sketch"] = learner.sketch.sharded_state_dict()
-            apply_factories(state)  # gate and up are saved apart
-            tensors = [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
-            return Built(learner.memory_bytes(), tensors)
+            yield pg
     finally:
         distributed.shutdown()
         gc.collect()
-
-
-def _learner(cfg: Config, pg: ProcessGroupCollection) -> Learner:
-    tconfig, arguments = transformer_config(cfg)
-    return Learner(build_chunks(tconfig, arguments, pg), tconfig, cfg, pg)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def count(
     sketches: the buffers of S (fp32) and of the proxies (factor type); projections: A.
     """
     sizes = dict.fromkeys(KINDS, 0)
-    sizes["weights"] = _storage_bytes(p for chunk in chunks for p in chunk.module.parameters())
+    sizes["weights"] = storage_bytes(p for chunk in chunks for p in chunk.module.parameters())
     sizes["gradients"] = sum(_bytes(b.grad_data) for chunk in chunks for b in chunk.buffers)
     if adam is not None:
         main = [p for group in adam.shard_fp32_from_float16_groups for p in group]
@@ -58,7 +58,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes behind these tensors, each storage once."""
     # By the storage itself, and not its address: a dry run's tensors have none.
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

@@ -101,6 +101,8 @@ def job_end(environment: Mapping[str, str] = os.environ) -> float | None:
         UserError: that variable is no time.
     """
     job = environment.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_TASK_ID" in environment:  # the last task has the number of the whole array
+        job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     told = _ask_scontrol(job) if job else None
     if told is not None:
         return _parse(told)

@@ -130,13 +130,15 @@ set_master() {
 
 # --- commands ------------------------------------------------------------------------------------
 
-# Set the array `program`: what each rank runs, before the command's own arguments.
+# Set the arrays `program`, what each rank runs before the command's own arguments, and `go_on`, the
+# arguments that make it go on where it was.
 set_program() {
   local python=${LOGRA_CONTAINER_PYTHON:-python3}
   [ "$LOGRA_CONTAINER" != none ] || python=$MEGATRON_LOGRA_VENV/bin/python
+  program=("$LOGRA_REPO/slurm/rank.sh" "$python" -m megatron_logra "$1") go_on=()
   case $1 in
-    study) program=("$python" tools/scaling_study.py run) ;;
-    *) program=("$LOGRA_REPO/slurm/rank.sh" "$python" -m megatron_logra "$1") ;;
+    study) program=("$python" tools/scaling_study.py run) ;; # which always goes on
+    train) program+=(--workers-among-ranks) go_on=(--resume) ;; # only where rollouts are separate
   esac
 }
 
@@ -274,12 +276,15 @@ stop_ranks() {
 }
 
 requeue() {
+  local job=$SLURM_JOB_ID
+  # An array's last task has the number of the whole array.
+  [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   if [ "$LOGRA_REQUEUE" = 0 ]; then
     say "stopped; LOGRA_REQUEUE=0: go on with --resume"
     return
   fi
   say "stopped; back into the queue"
-  scontrol requeue "$SLURM_JOB_ID" || say "it cannot be requeued; submit again with --resume"
+  scontrol requeue "$job" || say "it cannot be requeued; submit again with --resume"
 }
 
 # Back into the queue, but not for ever: a time limit below --signal's time stops each life at once.
@@ -315,7 +320,7 @@ run_job() {
   trap 'stop_ranks USR1' USR1
   trap 'stop_ranks TERM' TERM
   stopping=0
-  [ "$resumes" = 0 ] || [ "$restarts" = 0 ] || resume=(--resume)
+  [ "$restarts" = 0 ] || resume=("${go_on[@]}")
   while :; do
     LOGRA_LIFE=$restarts.$attempt
     say "job $SLURM_JOB_ID, life $LOGRA_LIFE: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST," \
@@ -341,7 +346,7 @@ run_job() {
     fi
     attempt=$((attempt + 1))
     say "failed with exit code $code; starting again, $attempt of $LOGRA_RETRIES times"
-    [ "$resumes" = 0 ] || resume=(--resume)
+    resume=("${go_on[@]}")
   done
 }
 
@@ -350,7 +355,7 @@ run_job() {
 # logra_main NAME COMMAND RESUMES ARGUMENTS…: submit this script, or run what it is for.
 #   NAME     of the job
 #   COMMAND  of megatron-logra (or `study`)
-#   RESUMES  1 if the command takes --resume and may be started again after it failed
+#   RESUMES  1 if the command goes on where it was, and so may be started again after it failed
 logra_main() {
   LOGRA_NAME=$1 LOGRA_SCRIPT=$1 command=$2 resumes=$3
   shift 3

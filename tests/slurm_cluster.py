@@ -59,7 +59,7 @@ _PARTITION = (
     "PartitionName=debug Nodes=127.0.0.[1-2] Default=YES DefaultTime=15 MaxTime=INFINITE State=UP "
     "OverSubscribe=NO\n"
 )
-_LIMIT_S = 300.0
+_LIMIT_S = 600.0
 _FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 

@@ -164,6 +164,32 @@ def test_wrong_override_is_one_line_that_names_the_key(tmp_path, override, messa
     assert str(error.value) == message
 
 
+def test_a_file_changes_its_base_section_by_section(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        MODEL + "train: {steps: 3, seed: 5}\nenvironment: {kind: jsonl, path: p}\n"
+        "rollout: {sampling: {max_tokens: 7, stop: [a, b]}}"
+    )
+    own = "base: ../base.yaml\ntrain: {steps: 4}\nrollout: {sampling: {stop: [c]}}"
+    (tmp_path / "below").mkdir()
+    config = load(tmp_path / "below", own, "train.prompts_per_step=2")
+    assert (config.train.steps, config.train.seed, config.train.prompts_per_step) == (4, 5, 2)
+    assert config.rollout.sampling.max_tokens == 7 and config.rollout.sampling.stop == ["c"]
+    assert config.environment[0].path == "p"
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("nowhere.yaml", r"nowhere\.yaml: No such file"),
+        ("3", r"c\.yaml: base: expected a file, got 3"),
+        ("c.yaml", r"base: c\.yaml has a base, too; expected a whole configuration"),
+    ],
+)
+def test_a_wrong_base_is_one_line(base, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, f"base: {base}")
+
+
 def test_unreadable_files_are_named(tmp_path):
     missing = tmp_path / "missing.yaml"
     with pytest.raises(UserError, match=r"missing\.yaml: No such file or directory; expected"):

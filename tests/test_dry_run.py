@@ -19,11 +19,17 @@ from megatron_logra.rl import trainer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 RECIPES = {
-    "qwen2.5_1.5b": 8,
-    "qwen2.5_7b": 8,
-    "gemma3_27b": 8,
-    "qwen3_32b": 8,
-    "llama3_70b": 16,
+    "qwen2.5_1.5b/train": 8,
+    "qwen2.5_7b/train": 8,
+    "gemma3_27b/train": 8,
+    "qwen3_32b/train": 8,
+    "llama3_70b/train": 16,
+    # Training ranks; the workers' come to them.
+    "qwen2.5_1.5b/separate": 4,
+    "qwen2.5_7b/separate": 4,
+    "gemma3_27b/separate": 4,
+    "qwen3_32b/separate": 4,
+    "llama3_70b/separate": 8,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
@@ -50,7 +56,7 @@ def _run(config: Config, ranks: int) -> tuple[dict[str, Any], dict[str, tuple[in
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_built(recipe: str, ranks, tmp_path: Path) -> None:
-    config = load_config(EXAMPLES / recipe / "train.yaml", [f"logging.run_dir={tmp_path}"])
+    config = load_config(EXAMPLES / f"{recipe}.yaml", [f"logging.run_dir={tmp_path}"])
     ((planned, shapes),) = ranks.run(1, _run, config, RECIPES[recipe])
     assert planned["fits"]["logra"]
     assert json.loads((tmp_path / "plan.json").read_text()) == planned

@@ -78,13 +78,13 @@ def _run(config: Config, resume: bool = False) -> tuple[dict[str, Any], list[Any
     return summary, sampled, whole_weights(learners[0])
 
 
-def assert_same_records(run_dir: Path, reference: Path) -> None:
+def assert_same_records(run_dir: Path, reference: Path, varies: tuple[str, ...] = VARIES) -> None:
     records, expected = read_metrics(run_dir), read_metrics(reference)
     assert [record["step"] for record in records] == [0, 1, 2]
     for record, other in zip(records, expected, strict=True):
         assert record.keys() == other.keys()
         for key, value in other.items():
-            if not key.startswith(VARIES):
+            if not key.startswith(varies):
                 wanted = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
                 assert record[key] == wanted, (record["step"], key)
 

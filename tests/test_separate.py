@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers import letters_config, quick
 
+from megatron_logra import cli, roles
 from megatron_logra.config import Config, config_from_dict, dump_yaml
 from megatron_logra.errors import UserError
 from megatron_logra.metrics import read_metrics
@@ -233,3 +234,38 @@ def test_an_exchange_directory_that_cannot_be_is_one_line(tmp_path):
     assert process.returncode == 2, said
     assert f"error: {tmp_path}/file" in said and "not written (" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "message"),
+    [
+        (4, {}, r"rollout\.workers: 4 ranks generate, of 4 that the job has"),
+        (5, {}, r"parallel\.tensor=2: need a multiple of 2 ranks, but this run has 1"),
+        (
+            6,
+            {"LOCAL_WORLD_SIZE": "3"},
+            r"ranks 2 to 3 are one worker's, but not all on a node of 3",
+        ),
+        (6, {"TORCHELASTIC_RUN_ID": "none"}, "expected srun's ranks, got torchrun's"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_into_roles_are_one_line(
+    ranks, environment, message, monkeypatch, tmp_path
+):
+    rollout = config_for(tmp_path).rollout.model_dump() | SEPARATE
+    rollout |= {"workers": {"count": 2, "tensor": 2}}
+    config = config_for(tmp_path, rollout=rollout, parallel={"tensor": 2})
+    environment = {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "8", **environment}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        roles.take(config)
+
+
+def test_only_ranks_can_have_workers_among_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    rollout = config_for(tmp_path).rollout.model_dump() | SEPARATE
+    file = tmp_path / "c.yaml"
+    file.write_text(dump_yaml(config_for(tmp_path, rollout=rollout)))
+    assert cli.main(["train", str(file), "--workers-among-ranks"]) == 2
+    assert "--workers-among-ranks: expected to be a rank" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import datetime
+import json
 import os
 import re
 import subprocess
@@ -12,12 +15,16 @@ from typing import Any
 
 import pytest
 from slurm_cluster import NODES, REPO, Cluster, why_not
-from test_ranks import assert_same_records, config_for
+from test_ranks import VARIES, assert_same_records, config_for
 
 from megatron_logra import attempts
 from megatron_logra.config import Config, dump_yaml
 from megatron_logra.metrics import read_metrics
 from megatron_logra.rl import trainer
+
+sys.path.insert(0, str(REPO / "tools"))
+
+import scaling_study
 
 SCRIPTS = sorted(path.name for path in (REPO / "slurm").glob("*.sbatch"))
 PROGRAM = """\
@@ -203,7 +210,7 @@ def test_a_container_is_around_the_ranks(container: str, wanted: list[str], tmp_
     assert done.returncode == 0, done.stderr
     (command,) = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
     assert all(text in command for text in wanted)
-    assert command.index("IMAGE") < command.index("rank.sh python3 -m megatron_logra train C.yaml")
+    assert command.index("IMAGE") < command.index("rank.sh python3 -m megatron_logra train ")
 
 
 def test_scripts_name_no_site() -> None:
@@ -229,7 +236,9 @@ def test_each_rank_knows_its_place_on_two_nodes(
         assert place["RANK"] == str(rank) and place["LOCAL_RANK"] == str(rank % 2)
         assert place["WORLD_SIZE"] == "4" and place["LOCAL_WORLD_SIZE"] == "2"
         assert place["host"].split()[0] == NODES[rank // 2]
-        assert place["host"].endswith("arguments=-m megatron_logra train C.yaml")
+        assert place["host"].endswith(
+            "arguments=-m megatron_logra train --workers-among-ranks C.yaml"
+        )
         assert place["MASTER_ADDR"] == NODES[0] and 20000 <= int(place["MASTER_PORT"]) < 32000
     assert len({place["MASTER_PORT"] for place in found.values()}) == 1
     assert {path.name for path in (tmp_path / "logs" / job).iterdir()} == {
@@ -311,7 +320,7 @@ def test_a_dry_run_in_a_job_shows_every_rank_and_starts_none(
     for rank in range(4):
         place = f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank % 2} on {NODES[rank // 2]}"
         assert place in text, text
-    assert "NCCL_SOCKET_IFNAME=lo" in text and "train C.yaml" in text
+    assert "NCCL_SOCKET_IFNAME=lo" in text and "train --workers-among-ranks C.yaml" in text
     assert not records(tmp_path, told.strip())
 
 
@@ -348,6 +357,28 @@ def test_a_stopped_job_requeues_itself_and_goes_on_as_if_nothing_had_been(
     ends = [attempt["end"] for attempt in attempts.read(run_dir)]
     assert ends == ["stopped on request", "done"]
     assert_same_records(run_dir, uninterrupted)
+
+
+@pytest.mark.slurm
+def test_the_last_ranks_of_a_job_are_the_rollout_workers(
+    cluster: Cluster, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """Two ranks train on one node and are stopped once; the two on the other generate together."""
+    run_dir = tmp_path / "run"
+    config = free_run(run_dir)
+    separate = tmp_path / "separate.yaml"
+    separate.write_text(
+        f"base: {config.name}\n"
+        "rollout: {placement: separate, sync: sketch, transport: gloo, workers: {tensor: 2}}\n"
+    )
+    job = submit(cluster, tmp_path, "train_multinode.sbatch", str(separate), nodes=2)
+    wait_for_steps(cluster, tmp_path, run_dir, job, 1)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    assert cluster.wait(job) == ("COMPLETED", 0), output(tmp_path, job)
+    ends = [attempt["end"] for attempt in attempts.read(run_dir)]
+    assert ends == ["stopped on request", "done"]
+    assert_same_records(run_dir, uninterrupted, (*VARIES, "sync/"))
+    assert all(record["sync/bytes"] > 0 for record in read_metrics(run_dir))
 
 
 @pytest.mark.slurm
@@ -401,6 +432,56 @@ def test_a_node_that_goes_down_costs_the_steps_since_the_last_checkpoint(
 
 
 @pytest.mark.slurm
+def test_a_study_is_an_array_with_a_task_for_each_run(cluster: Cluster, tmp_path: Path) -> None:
+    base = free_run(tmp_path / "base")
+    study = {
+        "base": base.name,
+        "directory": str(tmp_path / "out"),
+        "baseline": "optimizer=adam",
+        "grids": [
+            {
+                "optimizer": {"adam": {"optimizer.kind": "adam"}, "r=4": {"sketch.rank": 4}},
+                "seed": {"0": {"train.seed": 0}},
+            }
+        ],
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(json.dumps(study))  # JSON is YAML
+    cells = {0: "adam", 1: "r=4"}
+    directory = [cell.directory for cell in scaling_study.Study(path).cells]
+    job = submit(cluster, tmp_path, "scaling_study.sbatch", str(path), tasks=1)
+    # One of the tasks is stopped on its way: it goes back into the queue, and on.
+    wait_for_steps(cluster, tmp_path, directory[1], f"{job}_1", 1)
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{job}_1")
+    for index, cell in cells.items():
+        task = f"{job}_{index}"
+        assert cluster.wait(task) == ("COMPLETED", 0), output(tmp_path, task)
+        log = output(tmp_path, task) + output(tmp_path, f"{job}/{index}")
+        assert f"{index + 1}/2  optimizer {cell}, seed 0" in log
+        assert f"{2 - index}/2  " not in log, "the other task's run"
+        found = attempts.read(directory[index])
+        assert {attempt["job"] for attempt in found} == {cluster.field(task, "JobId")}
+        stopped = ["stopped on request"] * index
+        assert [attempt["end"] for attempt in found] == [*stopped, "done"]
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 2
+
+    job = submit(cluster, tmp_path, "scaling_study.sbatch", str(path), tasks=1)
+    for index in cells:
+        assert cluster.wait(f"{job}_{index}") == ("COMPLETED", 0), output(tmp_path, job)
+        assert attempts.read(directory[index])[-1]["job"] != cluster.field(
+            f"{job}_{index}", "JobId"
+        ), "it was done"
+
+    tool = [sys.executable, str(REPO / "tools" / "scaling_study.py"), "gather", str(path)]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out" / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["optimizer"], row["done"]) for row in rows] == [("adam", "True"), ("r=4", "True")]
+    assert all(int(row["static_bytes"]) > 0 and float(row["step_s"]) > 0 for row in rows)
+
+
+@pytest.mark.slurm
 def test_a_run_ends_before_its_job_does(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = free_run(run_dir, steps=5000)
@@ -408,11 +489,15 @@ def test_a_run_ends_before_its_job_does(cluster: Cluster, tmp_path: Path) -> Non
         cluster,
         tmp_path,
         "train_1node.sbatch",
-        *("--time=1", "--signal=B:CONT@20"),
+        "--signal=B:CONT@20",  # Slurm itself asks for nothing
         *(str(config), "eval.interval=0", "eval.at_start=false"),
         tasks=1,
         LOGRA_REQUEUE="0",
     )
+    wait_for_steps(cluster, tmp_path, run_dir, job, 1)
+    # Only now, for starting may take long; the run asks again once a minute.
+    end = datetime.datetime.now() + datetime.timedelta(seconds=100)
+    cluster.run("scontrol", "update", f"JobId={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
     assert cluster.wait(job) == ("FAILED", 75), output(tmp_path, job)
     assert "the job ends at" in output(tmp_path, job)
     assert (run_dir / "checkpoints" / "latest").exists()

@@ -89,6 +89,10 @@ def test_the_end_comes_from_scontrol_or_the_environment(
         end = stopping.job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"})
         wanted = time.mktime((2026, 1, 1, 1, 0, 0, 0, 0, -1)) if expected else None
         assert end == wanted
+    # The last task of an array has the array's own number, by which all tasks are shown.
+    program.write_text("#!/bin/sh\n[ $4 = 7_3 ] && echo 'JobId=7 EndTime=2026-01-01T01:00:00'\n")
+    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert stopping.job_end(task) == time.mktime((2026, 1, 1, 1, 0, 0, 0, 0, -1))
     program.write_text("#!/bin/sh\nexit 1\n")
     assert stopping.job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "5"}) == 5
 

@@ -177,11 +177,12 @@ def run(study: Study, only: int | None) -> int:
             continue
         print(f"{number + 1}/{len(study.cells)}  {cell.name}", flush=True)
         code = run_cell(study, cell)
-        if code in (EXIT_STOPPED, EXIT_USER_ERROR):
-            print(f"ended with exit code {code}: {cell.directory}/output.log", file=sys.stderr)
-            return code
         if code:
-            print(f"failed with exit code {code}: {cell.directory}/output.log", file=sys.stderr)
+            log = cell.directory / "output.log"
+            said = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            print(f"exit code {code}, {log} says at last: {said}", file=sys.stderr)
+            if code in (EXIT_STOPPED, EXIT_USER_ERROR):
+                return code
             failed += 1
     return 1 if failed else 0
 

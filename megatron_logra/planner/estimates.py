@@ -119,7 +119,12 @@ class PassEstimate:
                 return self.tokens * self._per_token(hidden=1)
 
     def rollout_cache(self) -> int:
-        """Bytes of keys and values of `rollout.batch_size` sequences at full length."""
+        """Bytes of keys and values of `rollout.batch_size` sequences at full length.
+
+        None where workers generate, and these ranks do not.
+        """
+        if self.cfg.rollout.placement == "separate":
+            return 0
         kv = self._widths()[2]
         tokens = self.cfg.rollout.batch_size * self.cfg.train.seq_length
         return tokens * self.stage.layers * 2 * (kv // self.layout.tensor) * self.bytes

@@ -18,6 +18,8 @@ from megatron_logra.planner.traffic import TOTAL, step_traffic
 
 GIB = 2**30
 ALL_KINDS: tuple[Kind, ...] = get_args(Kind)
+WORKER_KINDS = ("weights", "master", "projections")
+"""What a rollout worker holds between requests."""
 
 
 def run(
@@ -58,7 +60,8 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         optimizer. Each has `logra` and `adam` with bytes by kind (`static` is their exact sum),
         `activations` (an estimate), `total` = static + activations, `rollout_cache` (keys and
         values while generating, when no activations are held), and `comm`, bytes sent per step by
-        collective. `fits`: whether the largest rank stays within `gpu_memory` GiB in both phases.
+        collective. `rollout_worker`: bytes of its largest rank, or None if rollouts are colocated.
+        `fits`: whether the largest ranks stay within `gpu_memory` GiB in both phases.
 
     Raises:
         UserError: the configuration does not fit the model or the ranks.
@@ -83,13 +86,18 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         kind: max((entry[kind] for entry in per_rank), key=lambda sizes: sizes["total"])
         for kind in ALL_KINDS
     }
+    worker = _worker(cfg) if cfg.rollout.placement == "separate" else None
     return {
         "ranks": layout.ranks,
         "layout": asdict(layout),
         "parameters": sum(shape.numel for shape in model.whole),
         "gpu_memory": round(gpu_memory * GIB),
         "largest": largest,
-        "fits": {kind: _needed(sizes) <= gpu_memory * GIB for kind, sizes in largest.items()},
+        "fits": {
+            kind: max(_needed(sizes), _needed(worker or sizes)) <= gpu_memory * GIB
+            for kind, sizes in largest.items()
+        },
+        "rollout_worker": worker,
         "per_rank": per_rank,
     }
 
@@ -112,9 +120,37 @@ def _of_stage(model: Model, stage: Stage) -> list[dict[str, Any]]:
     ]
 
 
+def worker_config(cfg: Config) -> Config:
+    """The configuration of a rollout worker: it samples from a model of its own layout."""
+    own = cfg.rollout.model_copy(update={"placement": "colocated"})
+    return cfg.model_copy(update={"parallel": cfg.rollout.workers.parallel, "rollout": own})
+
+
+def _worker(cfg: Config) -> dict[str, int]:
+    """Sizes of a rollout worker's rank: the weights, what they lack to be the trainer's, and A."""
+    own = worker_config(cfg)
+    master = {"master": "replicated", "non_targets": "freeze"}
+    own = own.model_copy(update={"optimizer": own.optimizer.model_copy(update=master)})
+    try:
+        layout = layout_of(own)
+        model = Model(own, layout)
+    except UserError as error:
+        raise UserError(f"rollout.workers: {error}") from None
+    found = []
+    for number in range(layout.pipeline):
+        stage = model.stage(number, "logra")
+        held = StageBuffers(model, stage).static()[0]
+        if cfg.rollout.workers.exactness == "bf16":
+            held["master"] = 0
+        kept = {kind: held[kind] for kind in WORKER_KINDS}
+        cache = PassEstimate(model, stage).rollout_cache()
+        found.append({**kept, "static": sum(kept.values()), "rollout_cache": cache})
+    return max(found, key=_needed)
+
+
 def _needed(sizes: dict[str, Any]) -> int:
     """Most bytes at a time: in forward-backward passes or in rollouts."""
-    return int(sizes["static"] + max(sizes["activations"], sizes["rollout_cache"]))
+    return int(sizes["static"] + max(sizes.get("activations", 0), sizes["rollout_cache"]))
 
 
 def table(found: dict[str, Any], cfg: Config, kinds: Sequence[Kind]) -> str:
@@ -123,14 +159,16 @@ def table(found: dict[str, Any], cfg: Config, kinds: Sequence[Kind]) -> str:
     lines = [_headline(found, cfg), "", _row("GiB on the largest rank", kinds)]
     for name in (*KINDS, "static"):
         lines.append(_gib_row(name, [sizes[name] for sizes in largest.values()]))
-    for name, label in (
-        ("activations", "activations (estimate)"),
-        ("total", "total (estimate)"),
-        ("rollout_cache", "or static + rollout cache"),
-    ):
-        plus = "static" if name == "rollout_cache" else None
-        numbers = [sizes[name] + (sizes[plus] if plus else 0) for sizes in largest.values()]
-        lines.append(_gib_row(label, numbers))
+    for name in ("activations", "total"):
+        lines.append(_gib_row(f"{name} (estimate)", [sizes[name] for sizes in largest.values()]))
+    worker = found["rollout_worker"]
+    if worker is None:
+        numbers = [sizes["static"] + sizes["rollout_cache"] for sizes in largest.values()]
+        lines.append(_gib_row("or static + rollout cache", numbers))
+    else:
+        lines += ["", _row("GiB on a rollout worker's rank", [""])]
+        lines += [_gib_row(name, [worker[name]]) for name in (*WORKER_KINDS, "static")]
+        lines += [_gib_row("static + rollout cache", [_needed(worker)]), ""]
     limit = found["gpu_memory"] / GIB
     verdicts = ["fits" if found["fits"][kind] else "does not fit" for kind in kinds]
     lines.append(_row(f"in {limit:g} GiB", verdicts))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megatron_logra import distributed
-from megatron_logra.config import Config, ParallelConfig
+from megatron_logra.config import Config
 from megatron_logra.errors import UserError
 from megatron_logra.rl.policy import Policy, build_policy, join_ranks
 from megatron_logra.rollout.exchange import POLL_S, Exchange, Request, Share
@@ -67,8 +67,7 @@ def run(config: Config, index: int) -> None:
     workers = config.rollout.workers
     if not 0 <= index < workers.count:
         raise UserError(f"--index {index}: expected 0 to {workers.count - 1} (rollout.workers)")
-    parallel = ParallelConfig(tensor=workers.tensor, pipeline=workers.pipeline)
-    own = config.model_copy(update={"parallel": parallel})
+    own = config.model_copy(update={"parallel": workers.parallel})
     join_ranks(own)
     policy = build_policy(own)
     Worker(policy, config, index).run()

@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_logra.config import SketchConfig
+from megatron_logra.memory import storage_bytes
 from megatron_logra.model.parameters import local_part, whole_name
 from megatron_logra.optimizer.master_weights import MasterWeight, master_weight, nearest_bf16
 from megatron_logra.sketch.capture import SketchCapture, Target
@@ -80,6 +81,14 @@ class Receiver:
             make(t.weight) if exactness == "fp32" else RoundedWeight(t.weight) for t in targets
         ]
         self._draw: tuple[int, int] | None = None
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held on this rank by kind (see `memory.KINDS`), counted from the tensors."""
+        return {
+            "weights": storage_bytes(p for chunk in self.chunks for p in chunk.parameters()),
+            "master": sum(master.nbytes for master in self.masters),
+            "projections": self.capture.projections.nbytes,
+        }
 
     @torch.no_grad()
     def refresh(self, payload: Payload) -> None:
