@@ -122,6 +122,8 @@ class SketchCapture:
         self._side_path: float | None = None
         self._rounding: torch.Generator | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
+        self._to_sum: list[_Projected] = []
+        self._to_gather: list[_Projected] = []
         self._names: list[list[str]] = []
         columns = []
         for chunk in chunks:
@@ -186,7 +188,7 @@ class SketchCapture:
             elif self._side_path is not None:
                 linear_output = self._moved(linear_output, self._change(index, x))
             else:
-                projected = self._project(index, x)
+                projected = self._project_later(index, x)
                 leaf = self._anchor if bias is None or not bias.requires_grad else bias
                 linear_output = _Capture.apply(linear_output, projected, leaf, self, index)
             return (linear_output, *rest) if isinstance(output, tuple) else linear_output
@@ -211,6 +213,33 @@ class SketchCapture:
         else:
             dist.all_reduce(projected, group=self.tp_group)
         return projected
+
+    @torch.no_grad()
+    def _project_later(self, index: int, x: torch.Tensor) -> _Projected:
+        """P as `_project` has it, but what other ranks have of it comes with `_exchange`."""
+        projected = _Projected(self.projections.project(x, index))
+        if self.tp_group.size() > 1:
+            if self.targets[index].row_parallel:
+                self._to_sum.append(projected)
+            elif self.sequence_parallel:
+                self._to_gather.append(projected)
+        return projected
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Complete each P that is not yet: one message for the layers of a micro-batch, not each.
+
+        The first backward pass that needs one asks for all, at the same place on all ranks.
+        """
+        if self._to_sum:
+            if self.sequence_parallel:
+                _sum_own_positions(self._to_sum, self.tp_group)
+            else:
+                _sum(self._to_sum, self.tp_group)
+            self._to_sum.clear()
+        if self._to_gather:
+            _gather_positions(self._to_gather, self.tp_group)
+            self._to_gather.clear()
 
     def accumulate(self, index: int, grad: torch.Tensor, projected: torch.Tensor) -> None:
         """S += dYᵀ P, for this rank's rows; grad [n, d] and projected [n, r]."""
@@ -346,6 +375,40 @@ class SketchCapture:
             module.register_forward_hook(self._hook(index, None))
 
 
+@dataclass
+class _Projected:
+    """P = X Aᵀ [positions, b, r] of a linear and a micro-batch, kept for the backward pass."""
+
+    value: torch.Tensor
+
+
+def _sum(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+    """Sum over the ranks."""
+    flat = torch.cat([part.value.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, value in zip(parts, flat.split([p.value.numel() for p in parts]), strict=True):
+        part.value = value.view_as(part.value)
+
+
+def _sum_own_positions(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+    """Sum over the ranks, of which each keeps its own positions."""
+    rows = [part.value.view(group.size(), -1) for part in parts]
+    flat = torch.cat(rows, dim=1)
+    own = torch.empty_like(flat[0])
+    dist.reduce_scatter_tensor(own, flat.view(-1), group=group)
+    for part, value in zip(parts, own.split([row.shape[1] for row in rows]), strict=True):
+        part.value = value.view(-1, *part.value.shape[1:])
+
+
+def _gather_positions(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+    """Collect all positions, of which each rank has its own."""
+    flat = torch.cat([part.value.flatten() for part in parts])
+    ranks = flat.new_empty(group.size(), len(flat))
+    dist.all_gather_into_tensor(ranks.view(-1), flat, group=group)
+    for part, value in zip(parts, ranks.split([p.value.numel() for p in parts], 1), strict=True):
+        part.value = value.reshape(-1, *part.value.shape[1:])
+
+
 class _Capture(torch.autograd.Function):
     """Identity on a linear's output whose backward adds dYᵀ P to the sketch.
 
@@ -356,20 +419,21 @@ class _Capture(torch.autograd.Function):
     def forward(
         ctx: Any,
         output: torch.Tensor,
-        projected: torch.Tensor,
+        projected: _Projected,
         leaf: torch.Tensor,
         capture: SketchCapture,
         index: int,
     ) -> torch.Tensor:
-        ctx.save_for_backward(projected)
+        ctx.projected = projected  # not saved as a tensor: it may be complete only later
         ctx.capture, ctx.index, ctx.is_bias = capture, index, leaf.numel() > 0
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (projected,) = ctx.saved_tensors
+        ctx.capture._exchange()
         rows = grad_output.flatten(0, -2)
-        ctx.capture.accumulate(ctx.index, rows, projected.flatten(0, -2))
+        ctx.capture.accumulate(ctx.index, rows, ctx.projected.value.flatten(0, -2))
+        ctx.projected = None
         ctx.capture.sketch_ready(ctx.capture.targets[ctx.index].proxy)
         return grad_output, None, rows.sum(0) if ctx.is_bias else None, None, None
 
