@@ -259,15 +259,10 @@ class SketchCapture:
     @torch.no_grad()
     def gather_directions(self) -> None:
         """Collect the rows of row-parallel targets' directions from the tensor-parallel ranks."""
-        if self.tp_group.size() == 1:
-            return
-        for index, target in enumerate(self.targets):
-            if target.row_parallel:
-                whole = target.proxy.new_empty(
-                    target.rows * self.tp_group.size(), target.proxy.shape[1]
-                )
-                dist.all_gather_into_tensor(whole, target.proxy.detach(), group=self.tp_group)
-                self._whole_directions[index] = whole
+        own = {i: t.proxy.detach() for i, t in enumerate(self.targets) if t.row_parallel}
+        if self.tp_group.size() > 1 and own:
+            wholes = _gathered(list(own.values()), self.tp_group)
+            self._whole_directions = dict(zip(own, wholes, strict=True))
 
     def keep_applied(self, index: int, factor: torch.Tensor) -> None:
         """Leave in the proxy the rows of α·D that it has, as they are applied to the weights.
@@ -281,12 +276,12 @@ class SketchCapture:
 
     def release_directions(self) -> None:
         """Free what `gather_directions` collected."""
-        self._whole_directions.clear()
+        self._whole_directions = {}
 
     def direction(self, index: int) -> torch.Tensor:
         """D for this rank's part of W: all its rows, [rows of the part, r] in the factor's type."""
         whole = self._whole_directions.get(index)
-        return self.targets[index].proxy.detach() if whole is None else whole
+        return self.targets[index].proxy.detach() if whole is None else whole.flatten(0, 1)
 
     def _change(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """(x Aᵀ) Dᵀ, with D in the proxy, like the linear's output; never forms D A."""
@@ -402,11 +397,17 @@ def _sum_own_positions(parts: list[_Projected], group: dist.ProcessGroup) -> Non
 
 def _gather_positions(parts: list[_Projected], group: dist.ProcessGroup) -> None:
     """Collect all positions, of which each rank has its own."""
-    flat = torch.cat([part.value.flatten() for part in parts])
+    for part, ranks in zip(parts, _gathered([p.value for p in parts], group), strict=True):
+        part.value = ranks.flatten(0, 1)
+
+
+def _gathered(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Each tensor of all ranks, [ranks, …]: views of one message."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     ranks = flat.new_empty(group.size(), len(flat))
     dist.all_gather_into_tensor(ranks.view(-1), flat, group=group)
-    for part, value in zip(parts, ranks.split([p.value.numel() for p in parts], 1), strict=True):
-        part.value = value.reshape(-1, *part.value.shape[1:])
+    pieces = ranks.split([tensor.numel() for tensor in tensors], 1)
+    return [p.unflatten(1, tensor.shape) for p, tensor in zip(pieces, tensors, strict=True)]
 
 
 class _Capture(torch.autograd.Function):
