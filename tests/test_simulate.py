@@ -14,6 +14,10 @@ from megatron_logra.planner.hardware import TABLE, Efficiency
 from megatron_logra.planner.simulate import simulate
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tools"))
+
+import simulate as tool  # noqa: E402
+
 H100 = TABLE["H100"]
 # Links without a limit, so that only one thing at a time is left.
 FREE = Efficiency(1, 1, 1e9, 1e9, 0, 0, 0)
@@ -104,3 +108,11 @@ def test_the_tool_stops_where_replicas_outnumber_sequences(
     assert tool.main() == 0 and "   256 logra" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["simulate", "scale", str(tmp_path / "none.yaml")])
     assert tool.main() == 2
+
+
+def test_the_check_is_fitted_to_the_measured_steps_of_dense_adam() -> None:
+    size = tool.SIZES[0]
+    measured = {"dense": {"forward": 0.5, "backward": 1.1, "optimizer": 0.2}}
+    found = tool.predict(size, "adam", tool.fitted(size, measured)).times
+    assert found.forward + found.backward == pytest.approx(1.6)
+    assert found.optimizer == pytest.approx(0.2)

@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,8 @@ def draw_seconds(learner: Learner, times: int = 10) -> float:
     return statistics.median(found)
 
 
-def main() -> None:
-    """Run the benchmark and print its table."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's, or `argv`'s."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--hidden", type=int, default=768)
@@ -160,7 +161,12 @@ def main() -> None:
     parser.add_argument("--master", choices=("sharded", "replicated"), default="replicated")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    args = arguments()
     torch.set_num_threads(args.threads)
     pg = distributed.initialize(configuration(args, "logra").parallel, seed=0)
     programs = {

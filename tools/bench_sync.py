@@ -3,10 +3,10 @@
     python tools/bench_sync.py [--hidden 256 512 1024] [--layers 4] [--json FILE]
 
 For each size, in one run: a real update of the trainer as a payload, decoded, checked and applied
-by a receiver; updates and whole weights as payloads through files and through a process group of
-gloo, between two threads; and between two processes over gloo, whole bf16 weights by plain
-broadcasts and by Megatron's resharding. Beside it, what the arithmetic says for models that do not
-fit here.
+by a receiver with all threads (two on two cores; copying has two processes); updates and whole
+weights as payloads through files and through a process group of gloo, between two threads; and
+between two processes over gloo, whole bf16 weights by plain broadcasts and by Megatron's
+resharding. Beside it, what the arithmetic says for models that do not fit here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron_logra.sync.sender import Sender  # noqa: E402
 
 RECIPES = ("qwen2.5_7b", "gemma3_27b", "llama3_70b")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-REPEATS = 3
+REPEATS = 5
 
 
 def configuration(hidden: int, layers: int) -> Config:
@@ -240,7 +240,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
     sizes = [(hidden, args.layers) for hidden in args.hidden]
     pg = distributed.initialize(configuration(*sizes[0]).parallel, 0)
     rows = [measure(*size, pg) for size in sizes]

@@ -2,7 +2,7 @@
 
     python tools/simulate.py scale CONFIG [KEY=VALUE …] --hardware H100 --ranks 8,64,512,4096 \\
         [--growing] [--json FILE] [--plot FILE]
-    python tools/simulate.py check [--steps 3]
+    python tools/simulate.py check [--steps 7]
 
 `scale` holds the global batch, or with --growing the sequences of a replica. `check` runs
 tools/bench_step.py: two constants of this machine (its rate of computation and that of its memory)
@@ -138,12 +138,16 @@ SIZES: tuple[dict[str, int], ...] = (
 """What is measured; the constants are fitted to the first."""
 
 
+def _options(size: dict[str, int]) -> list[str]:
+    return [word for name, value in size.items() for word in (f"--{name}", str(value))]
+
+
 def measure(size: dict[str, int], steps: int) -> dict[str, Any]:
     """Median seconds of tools/bench_step.py at one size."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "bench.json"
-        words = [word for name, value in size.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, str(Path(__file__).with_name("bench_step.py")), *words]
+        program = str(Path(__file__).with_name("bench_step.py"))
+        command = [sys.executable, program, *_options(size)]
         subprocess.run(
             [*command, "--steps", str(steps), "--json", str(file)],
             check=True,
@@ -154,14 +158,12 @@ def measure(size: dict[str, int], steps: int) -> dict[str, Any]:
 
 
 def bench_config(size: dict[str, int], kind: Kind) -> Config:
-    """What tools/bench_step.py trains, as a configuration of two micro-batches."""
+    """What tools/bench_step.py trains."""
     sys.path.insert(0, str(Path(__file__).parent))
     import bench_step
 
-    args = argparse.Namespace(
-        **size, vocabulary=4096, mode="lr", precision="fp32", sequence=128, batch=8
-    )
-    cfg = with_batch(bench_step.configuration(args, kind), 16)
+    args = bench_step.arguments(_options(size))
+    cfg = with_batch(bench_step.configuration(args, kind), args.batch * args.micro_batches)
     return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"name": "sft"})})
 
 
@@ -226,7 +228,7 @@ def main() -> int:
     scaling.add_argument("--growing", action="store_true", help="sequences of a replica stay")
     scaling.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     checking = commands.add_parser("check", help="compare with measured steps on this machine")
-    checking.add_argument("--steps", type=int, default=3)
+    checking.add_argument("--steps", type=int, default=7)
     for each in (scaling, checking):
         each.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     args = parser.parse_args()
