@@ -94,9 +94,6 @@ def test_memory_is_the_planners_and_fits_are_said() -> None:
 def test_the_tool_stops_where_replicas_outnumber_sequences(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(REPO / "tools"))
-    import simulate as tool
-
     config = str(REPO / "examples" / "qwen2.5_7b" / "train.yaml")
     arguments = ["simulate", "scale", config, "--ranks", "8,128,256"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--plot", str(tmp_path / "p.png")])
