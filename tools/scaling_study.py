@@ -384,13 +384,16 @@ def plot(study: Study, rows: list[dict[str, Any]]) -> list[str]:
         if len(order) < 2:
             continue
         figure, panels = plt.subplots(2, 4, figsize=(16, 7))
+        colours: dict[str, str] = {}  # the same in all panels, also where a line is missing
         for panel, (measure, meaning) in zip(panels.flat, MEASURES.items(), strict=True):
             for label, points in _lines(study, rows, axis, measure).items():
+                colour = colours.setdefault(label, f"C{len(colours) % 10}")
                 shown = [v for v in order if v in points]
                 means, errors = zip(*(interval(points[v]) for v in shown), strict=True)
                 places = [order.index(v) for v in shown]
                 widths = [error or 0.0 for error in errors]
-                panel.errorbar(places, means, yerr=widths, marker="o", capsize=3, label=label)
+                style = {"marker": "o", "capsize": 3, "color": colour}
+                panel.errorbar(places, means, yerr=widths, label=label, **style)
             panel.set_xticks(range(len(order)), [str(v) for v in order])
             panel.set_title(meaning, fontsize=8)
             panel.set_xlabel(axis)
