@@ -35,6 +35,8 @@ config=(
 resume=()
 if [ -e "$run_dir/checkpoints/latest" ]; then resume=(--resume); fi
 "$python" -m megatron_logra train "${config[@]}" "${resume[@]}"
+# In fp32, where rounding tips no token over, both evaluations are of the same responses.
+config+=(train.precision=fp32)
 "$python" -m megatron_logra eval "${config[@]}"
 rm -rf "$run_dir/hf"
 "$python" -m megatron_logra convert to-hf "$run_dir" "$run_dir/hf"
