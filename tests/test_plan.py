@@ -235,7 +235,10 @@ def test_over_data_parallel_ranks_targets_send_r_over_k_of_dense(ranks):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_over_tensor_parallel_ranks_sketches_add_n_r_and_d_r_alone(sequence, ranks):
-    """No collective beside dense training's own is as large as n × k or d × k."""
+    """Beside dense training's own they send P [n, r], S and D [d, r], and never n × k or d × k.
+
+    The layers' P of a micro-batch cross together, and so do their D.
+    """
     # No probes, whose passes move activations as any forward pass does.
     control = {"mode": "lr", "realised_kl_interval": 0}
     parallel = {"tensor": 2, "sequence": sequence}
@@ -248,16 +251,17 @@ def test_over_tensor_parallel_ranks_sketches_add_n_r_and_d_r_alone(sequence, ran
             - Counter((c.name, c.elements) for c in other if c.group == "tensor")
             for mine, other in ((sketched, dense), (dense, sketched))
         )
-        allowed = {tokens * rank, hidden * rank}
+        # 2 layers with 2 row-parallel targets each, 4 micro-batches.
+        micro, row_parallel = 4, 2 * 2
+        projected, directions = row_parallel * tokens * rank, row_parallel * hidden * rank
+        allowed = {projected, directions} | ({hidden * rank} if sequence else set())
         grams = 2 * 2 * rank * rank
         large = {key: n for key, n in added.items() if key[1] > grams}
         assert {elements for _, elements in large} == allowed
-        # 2 layers with 2 row-parallel targets each, 4 micro-batches.
-        micro, row_parallel = 4, 2 * 2
         project = "reduce_scatter" if sequence else "all_reduce"
-        assert large[project, tokens * rank] == micro * row_parallel
-        assert large["all_gather", hidden * rank] == row_parallel
-        assert large.get(("all_gather", tokens * rank), 0) == sequence * micro * row_parallel
+        assert large[project, projected] == micro
+        assert large["all_gather", directions] == 1
+        assert large.get(("all_gather", projected), 0) == sequence * micro
         assert large.get(("reduce_scatter", hidden * rank), 0) == sequence * micro * row_parallel
         # Dense training alone gathers the inputs again, for weight gradients.
         assert (("all_gather", tokens * hidden) in absent) == sequence

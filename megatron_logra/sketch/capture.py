@@ -122,8 +122,8 @@ class SketchCapture:
         self._side_path: float | None = None
         self._rounding: torch.Generator | None = None
         self._whole_directions: dict[int, torch.Tensor] = {}
-        self._to_sum: list[_Projected] = []
-        self._to_gather: list[_Projected] = []
+        self._to_sum: list[_Partial] = []
+        self._to_gather: list[_Partial] = []
         self._names: list[list[str]] = []
         columns = []
         for chunk in chunks:
@@ -215,15 +215,15 @@ class SketchCapture:
         return projected
 
     @torch.no_grad()
-    def _project_later(self, index: int, x: torch.Tensor) -> _Projected:
+    def _project_later(self, index: int, x: torch.Tensor) -> torch.Tensor | _Partial:
         """P as `_project` has it, but what other ranks have of it comes with `_exchange`."""
-        projected = _Projected(self.projections.project(x, index))
-        if self.tp_group.size() > 1:
-            if self.targets[index].row_parallel:
-                self._to_sum.append(projected)
-            elif self.sequence_parallel:
-                self._to_gather.append(projected)
-        return projected
+        projected = self.projections.project(x, index)
+        row_parallel = self.targets[index].row_parallel
+        if self.tp_group.size() == 1 or not (row_parallel or self.sequence_parallel):
+            return projected
+        partial = _Partial(projected)
+        (self._to_sum if row_parallel else self._to_gather).append(partial)
+        return partial
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -371,13 +371,13 @@ class SketchCapture:
 
 
 @dataclass
-class _Projected:
-    """P = X Aᵀ [positions, b, r] of a linear and a micro-batch, kept for the backward pass."""
+class _Partial:
+    """P [positions, b, r] of a linear and a micro-batch: this rank's part until `_exchange`."""
 
     value: torch.Tensor
 
 
-def _sum(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+def _sum(parts: list[_Partial], group: dist.ProcessGroup) -> None:
     """Sum over the ranks."""
     flat = torch.cat([part.value.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
@@ -385,7 +385,7 @@ def _sum(parts: list[_Projected], group: dist.ProcessGroup) -> None:
         part.value = value.view_as(part.value)
 
 
-def _sum_own_positions(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+def _sum_own_positions(parts: list[_Partial], group: dist.ProcessGroup) -> None:
     """Sum over the ranks, of which each keeps its own positions."""
     rows = [part.value.view(group.size(), -1) for part in parts]
     flat = torch.cat(rows, dim=1)
@@ -395,7 +395,7 @@ def _sum_own_positions(parts: list[_Projected], group: dist.ProcessGroup) -> Non
         part.value = value.view(-1, *part.value.shape[1:])
 
 
-def _gather_positions(parts: list[_Projected], group: dist.ProcessGroup) -> None:
+def _gather_positions(parts: list[_Partial], group: dist.ProcessGroup) -> None:
     """Collect all positions, of which each rank has its own."""
     for part, ranks in zip(parts, _gathered([p.value for p in parts], group), strict=True):
         part.value = ranks.flatten(0, 1)
@@ -420,21 +420,26 @@ class _Capture(torch.autograd.Function):
     def forward(
         ctx: Any,
         output: torch.Tensor,
-        projected: _Projected,
+        projected: torch.Tensor | _Partial,
         leaf: torch.Tensor,
         capture: SketchCapture,
         index: int,
     ) -> torch.Tensor:
-        ctx.projected = projected  # not saved as a tensor: it may be complete only later
+        whole = isinstance(projected, torch.Tensor)
+        ctx.save_for_backward(*([projected] if whole else []))
+        ctx.partial = None if whole else projected
         ctx.capture, ctx.index, ctx.is_bias = capture, index, leaf.numel() > 0
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.capture._exchange()
+        if ctx.partial is None:
+            (projected,) = ctx.saved_tensors
+        else:
+            ctx.capture._exchange()
+            projected, ctx.partial = ctx.partial.value, None
         rows = grad_output.flatten(0, -2)
-        ctx.capture.accumulate(ctx.index, rows, ctx.projected.value.flatten(0, -2))
-        ctx.projected = None
+        ctx.capture.accumulate(ctx.index, rows, projected.flatten(0, -2))
         ctx.capture.sketch_ready(ctx.capture.targets[ctx.index].proxy)
         return grad_output, None, rows.sum(0) if ctx.is_bias else None, None, None
 
