@@ -121,7 +121,7 @@ class PassEstimate:
     def rollout_cache(self) -> int:
         """Bytes of keys and values of `rollout.batch_size` sequences at full length.
 
-        None where workers generate, and these ranks do not.
+        No bytes where workers generate, and these ranks do not.
         """
         if self.cfg.rollout.placement == "separate":
             return 0
