@@ -101,7 +101,7 @@ class Study:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{path}: {' '.join(str(error).split())}; expected a study") from None
         known = {"base", "directory", "baseline", "grids"}
-        if not isinstance(data, dict) or set(data) | {"overrides"} != known | {"overrides"}:
+        if not isinstance(data, dict) or set(data) - {"overrides"} != known:
             raise UserError(
                 f"{path}: expected the keys {', '.join(sorted(known))}, and overrides if wanted"
             )

@@ -32,7 +32,7 @@ from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
@@ -198,20 +198,10 @@ class SketchCapture:
     @torch.no_grad()
     def _project(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """P [positions, b, r] for the positions that the linear's output has on this rank."""
-        projected = self.projections.project(x, index)
-        if self.tp_group.size() == 1:
-            return projected
-        if not self.targets[index].row_parallel:
-            if self.sequence_parallel:
-                projected = mappings.gather_from_sequence_parallel_region(
-                    projected, group=self.tp_group
-                )
-        elif self.sequence_parallel:
-            projected = mappings.reduce_scatter_to_sequence_parallel_region(
-                projected, group=self.tp_group
-            )
-        else:
-            dist.all_reduce(projected, group=self.tp_group)
+        projected = self._project_later(index, x)
+        if isinstance(projected, _Partial):
+            self._exchange()
+            return projected.value
         return projected
 
     @torch.no_grad()
