@@ -8,16 +8,18 @@ tensor factories stay as they are for everybody but Megatron. With a GPU `instal
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_logra.errors import UserError
 
@@ -70,6 +72,7 @@ def install() -> None:
 
 def _stand_ins() -> list[tuple[Any, str, Any]]:
     """All replacements: the owner of the name, the name, and what stands in for it."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.tensor_parallel import random as megatron_random
 
     cpu_torch = torch_on_cpu()
@@ -94,6 +97,14 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "get_rng_state", _get_rng_state),
         (megatron_random, "_get_cuda_rng_state", _get_rng_state),
         (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+        # What a single rank "reduces" and "gathers" in place stays as it is. Gloo would copy it on
+        # a thread with OpenMP workers of its own; from then on this thread's would sleep between
+        # any two operations, and waking them takes longer than most operations do.
+        *[
+            (buffers, name, _unless_alone(getattr(buffers, name)))
+            for name in ("dist_reduce_scatter_func", "dist_all_gather_func")
+        ],
+        (buffers, "_coalescing_manager", _coalescing_manager),
     ]
 
 
@@ -111,6 +122,33 @@ class _NoStream:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+class _NoWork:
+    """The handle of collectives among one rank."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective on parts of one flat buffer, which a group of one rank leaves out."""
+
+    @functools.wraps(collective)
+    def call(*args: Any, group: ProcessGroup, **kwargs: Any) -> Any:
+        return collective(*args, group=group, **kwargs) if group.size() > 1 else None
+
+    return call
+
+
+@contextlib.contextmanager
+def _coalescing_manager(group: ProcessGroup, async_ops: bool = False) -> Iterator[Any]:
+    """torch's, or for one rank a handle of nothing."""
+    if group.size() == 1:
+        yield _NoWork()
+        return
+    with torch.distributed._coalescing_manager(group, async_ops=async_ops) as works:
+        yield works
 
 
 def torch_on_cpu() -> ModuleType:

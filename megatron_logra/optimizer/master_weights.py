@@ -9,10 +9,14 @@ together while it is needed.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import torch
 from torch import distributed as dist
+
+_BLOCK = {"cpu": 2**18}
+"""Elements of a weight that are updated at once: on a CPU what its caches hold, else all."""
 
 
 class MasterWeight(Protocol):
@@ -42,7 +46,8 @@ class Fp32Weight:
 
     def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
         """See `MasterWeight.update`."""
-        self.weight.addmm_(factor, projection_t.t(), beta=decay, alpha=-1)
+        for rows in _blocks(self.weight):
+            self.weight[rows].addmm_(factor[rows], projection_t.t(), beta=decay, alpha=-1)
 
     def value(self) -> torch.Tensor:
         """See `MasterWeight.value`."""
@@ -79,12 +84,12 @@ class Fp32Master:
 
     def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
         """See `MasterWeight.update`."""
-        self.master.addmm_(factor[self._own], projection_t.t(), beta=decay, alpha=-1)
-        self._publish()
-
-    def _publish(self) -> None:
-        # Rounded like `Remainder` does it: every holder of a weight has the same bf16 value.
-        self.weight[self._own] = nearest_bf16(self.master)
+        own, factor = self.weight[self._own], factor[self._own]
+        for rows in _blocks(self.master):
+            master = self.master[rows]
+            master.addmm_(factor[rows], projection_t.t(), beta=decay, alpha=-1)
+            # Rounded like `Remainder` does it: every holder of a weight has the same bf16 value.
+            own[rows] = nearest_bf16(master)
         _gather_rows(self.weight, self.parts, self.group)
 
     def value(self) -> torch.Tensor:
@@ -99,7 +104,8 @@ class Fp32Master:
     def load(self, value: torch.Tensor) -> None:
         """See `MasterWeight.load`."""
         self.master.copy_(value[self._own])
-        self._publish()
+        self.weight[self._own] = nearest_bf16(self.master)
+        _gather_rows(self.weight, self.parts, self.group)
 
 
 def _gather_rows(tensor: torch.Tensor, parts: list[slice], group: dist.ProcessGroup) -> None:
@@ -128,7 +134,10 @@ class Remainder:
 
     def update(self, factor: torch.Tensor, projection_t: torch.Tensor, decay: float) -> None:
         """See `MasterWeight.update`."""
-        self._keep(self.value().addmm_(factor, projection_t.t(), beta=decay, alpha=-1))
+        for rows in _blocks(self.weight):
+            value = join_fp32(self.weight[rows], self.remainder[rows])
+            value.addmm_(factor[rows], projection_t.t(), beta=decay, alpha=-1)
+            self._keep(value, rows)
 
     def value(self) -> torch.Tensor:
         """See `MasterWeight.value`."""
@@ -136,14 +145,27 @@ class Remainder:
 
     def load(self, value: torch.Tensor) -> None:
         """See `MasterWeight.load`."""
-        self._keep(value.clone())
+        for rows in _blocks(self.weight):
+            self._keep(value[rows].clone(), rows)
 
-    def _keep(self, value: torch.Tensor) -> None:
-        """`split_fp32` without copies; uses `value` up."""
+    def _keep(self, value: torch.Tensor, rows: slice) -> None:
+        """`split_fp32` without copies, of some rows; uses `value` up."""
         bits = value.view(torch.int32)
-        self.remainder.copy_(bits)
+        self.remainder[rows].copy_(bits)
         bits.add_(0x8000).bitwise_right_shift_(16)
-        self.weight.view(torch.int16).copy_(bits)
+        self.weight[rows].view(torch.int16).copy_(bits)
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows of a weight [d, k], as many at a time as are updated at once.
+
+    All holders update the same blocks: so all call for the same matrix products, and agree bit for
+    bit.
+    """
+    size = _BLOCK.get(weight.device.type, weight.numel())
+    count = max(1, size // weight.shape[1])
+    for start in range(0, len(weight), count):
+        yield slice(start, start + count)
 
 
 def nearest_bf16(value: torch.Tensor) -> torch.Tensor:
@@ -166,11 +188,8 @@ def split_fp32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join_fp32(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 that `split_fp32` took apart, bit for bit."""
-    value = torch.empty(high.shape, dtype=torch.float32, device=high.device)
-    halves = value.view(torch.int16).unflatten(-1, (-1, 2))  # little-endian: the low half first
-    halves[..., 0] = remainder
-    # A negative remainder borrows from the high half.
-    torch.add(high.detach().view(torch.int16), remainder >> 15, out=halves[..., 1])
+    value = high.detach().float()
+    value.view(torch.int32).add_(remainder)
     return value
 
 

@@ -246,7 +246,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
     def _reconstructed_squares(self) -> torch.Tensor:
         """‖X A‖² of this rank's rows of each target, X = S or D: float64 [targets].
 
-        Through the r × r Gram matrices A Aᵀ, which for row-parallel targets are sums over the
+        It is ⟨Xᵀ X, A Aᵀ⟩, of two r × r matrices; for row-parallel targets A Aᵀ is a sum over the
         tensor-parallel ranks' columns.
         """
         grams = [self.capture.projections.gram(i) for i in range(len(self.capture.targets))]
@@ -256,7 +256,7 @@ class SketchDistributedOptimizer(DistributedOptimizer):
                 gram.copy_(whole)
         return torch.stack(
             [
-                ((x @ gram) * x).sum(dtype=torch.float64)
+                (x.t() @ x).double().mul_(gram).sum()
                 for x, gram in zip(self._own_sketches(), grams, strict=True)
             ]
         )

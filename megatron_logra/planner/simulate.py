@@ -179,7 +179,14 @@ class _StageTimes:
         return linears + self._attention_flops(tokens) + self._head_flops(tokens)
 
     def _sketch_flops(self, tokens: float) -> float:
-        sizes = [(sketch_rows(s, self.layout.tensor), s.size[1]) for s in self.stage.targets]
+        """Of P and S, each divided over the tensor-parallel ranks in one way or another."""
+        sizes = [
+            (
+                sketch_rows(s, self.layout.tensor),
+                s.size[1] / (1 if s.split == 1 else self.layout.tensor),
+            )
+            for s in self.stage.targets
+        ]
         return 2 * tokens * self.rank * sum(d + k for d, k in sizes)
 
     def _backward_flops(self) -> float:
@@ -233,8 +240,10 @@ class _StageTimes:
     def _tensor(self) -> float:
         if self.layout.tensor == 1:
             return 0.0
-        per_layer = 8 if not self.stage.targets else 12  # activations, and P
-        collectives = per_layer * self.stage.layers * self.passes.micro_batches
+        per_layer, at_once = 8, 0  # activations
+        if self.stage.targets:  # P of all layers in two messages; S layer by layer
+            per_layer, at_once = (10 if self.layout.sequence else 8), 2
+        collectives = (per_layer * self.stage.layers + at_once) * self.passes.micro_batches
         hops = collectives * (self.layout.tensor - 1)
         return self._send("tensor/", hops, self.layout.tensor > self.hardware.per_node)
 

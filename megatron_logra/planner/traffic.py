@@ -15,7 +15,7 @@ activation; the rest is named as in `estimates`.
                                       (an all-reduce; all-gather or reduce-scatter under sequence
                                       parallelism, and one more all-gather for a dense weight
                                       gradient of qkv and fc1); embedding, output layer
-    tensor/*/projected                N·r·e for P: qkv, fc1 under sequence parallelism; proj, fc2
+    tensor/*/projected                N·r·e for P of each target, qkv and fc1 gathered
     tensor/reduce_scatter/sketches    4·d·r a micro-batch for proj, fc2 under sequence parallelism
     tensor/all_gather/directions      d·r of `factor_dtype` for proj, fc2
     tensor/all_reduce/grams           4·r·r for proj, fc2
@@ -99,7 +99,7 @@ class _Count:
         full = self.cfg.train.recompute == "full"
         self._forward("activations", self.tokens, layers=2 if full else 1)
         self._backward()
-        self._projected("projected", self.tokens)
+        self._projected("projected", self.tokens, gathered=True)
         rank, row_parallel = self.cfg.sketch.rank, self._row_targets()
         whole_rows = self.layout.tensor * sum(
             sketch_rows(s, self.layout.tensor) for s in row_parallel
@@ -116,7 +116,7 @@ class _Count:
         if self.probe_tokens:
             self._forward("probe", self.probe_tokens)
             self._forward("probe", self.probe_tokens, tangents=True)
-            self._projected("probe", self.probe_tokens)
+            self._projected("probe", self.probe_tokens, gathered=self.layout.sequence)
 
     def _add(self, collective: str, what: str, size: float) -> None:
         self.add("tensor", collective, what, size, self.layout.tensor)
@@ -161,14 +161,14 @@ class _Count:
         self._add("all_gather", "activations", size * (2 * layers + again))
         self._add("reduce_scatter", "activations", size * inputs)
 
-    def _projected(self, what: str, tokens: int) -> None:
+    def _projected(self, what: str, tokens: int, *, gathered: bool) -> None:
+        """P: of column-parallel targets gathered or made by each rank, of the others summed."""
         size = tokens * self.cfg.sketch.rank * self.bytes
         row_parallel = len(self._row_targets())
-        if self.layout.sequence:
+        if gathered:
             self._add("all_gather", what, size * (len(self.stage.targets) - row_parallel))
-            self._add("reduce_scatter", what, size * row_parallel)
-        else:
-            self._add("all_reduce", what, size * row_parallel)
+        summed = "reduce_scatter" if self.layout.sequence else "all_reduce"
+        self._add(summed, what, size * row_parallel)
 
     # --- pipeline- and context-parallel ranks -----------------------------------------------
 

@@ -13,8 +13,8 @@ columns of A. What crosses ranks is n × r or d × r (x and y are a linear's inp
 Megatron passes them, with sequence parallelism each rank's own positions):
 
                     P                                   S
-    column          x Aᵀ                                dYᵀ P
-    column, seq.    gathered over positions             dYᵀ P
+    column          of a share of x, gathered           dYᵀ P
+    column, seq.    of own positions, gathered          dYᵀ P
     row             summed                              own rows of dYᵀ P
     row, seq.       summed, own positions               dYᵀ P [d, r] summed, own rows
 
@@ -25,6 +25,7 @@ Modules are found by name alone; nothing here knows the model's class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ class SketchCapture:
     @torch.no_grad()
     def _project(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """P [positions, b, r] for the positions that the linear's output has on this rank."""
+        if not (self.targets[index].row_parallel or self.sequence_parallel):
+            return self.projections.project(x, index)  # rather than a message of each layer
         projected = self._project_later(index, x)
         if isinstance(projected, _Partial):
             self._exchange()
@@ -207,12 +210,25 @@ class SketchCapture:
     @torch.no_grad()
     def _project_later(self, index: int, x: torch.Tensor) -> torch.Tensor | _Partial:
         """P as `_project` has it, but what other ranks have of it comes with `_exchange`."""
-        projected = self.projections.project(x, index)
-        row_parallel = self.targets[index].row_parallel
-        if self.tp_group.size() == 1 or not (row_parallel or self.sequence_parallel):
-            return projected
-        partial = _Partial(projected)
-        (self._to_sum if row_parallel else self._to_gather).append(partial)
+        size = self.tp_group.size()
+        if size == 1:
+            return self.projections.project(x, index)
+        if self.targets[index].row_parallel:
+            partial = _Partial(self.projections.project(x, index))
+            self._to_sum.append(partial)
+            return partial
+        if self.sequence_parallel:
+            positions = (x.shape[0] * size, *x.shape[1:-1])
+            projected = self.projections.project(x, index)
+        else:  # all ranks have all of x: each projects an equal part
+            positions = x.shape[:-1]
+            rows = x.flatten(0, -2)
+            count = -(-len(rows) // size)
+            own = rows[count * self.tp_group.rank() :][:count]
+            projected = self.projections.project(own, index)
+            projected = torch.nn.functional.pad(projected, (0, 0, 0, count - len(own)))
+        partial = _Partial(projected, positions)
+        self._to_gather.append(partial)
         return partial
 
     @torch.no_grad()
@@ -365,6 +381,8 @@ class _Partial:
     """P [positions, b, r] of a linear and a micro-batch: this rank's part until `_exchange`."""
 
     value: torch.Tensor
+    positions: tuple[int, ...] = ()
+    """[positions, b] of the whole, where ranks have parts of it."""
 
 
 def _sum(parts: list[_Partial], group: dist.ProcessGroup) -> None:
@@ -388,7 +406,8 @@ def _sum_own_positions(parts: list[_Partial], group: dist.ProcessGroup) -> None:
 def _gather_positions(parts: list[_Partial], group: dist.ProcessGroup) -> None:
     """Collect all positions, of which each rank has its own."""
     for part, ranks in zip(parts, _gathered([p.value for p in parts], group), strict=True):
-        part.value = ranks.flatten(0, 1)
+        rows = ranks.flatten(0, -2)[: math.prod(part.positions)]
+        part.value = rows.unflatten(0, part.positions)
 
 
 def _gathered(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -65,25 +65,17 @@ def row_factors(
         torch.where(mean > 0, 1 / (m + eps * mean), 0.0)
         for m, mean in zip(roots, means, strict=True)
     ]
-    squares = [s.double().square().sum(dim=1) for s in sketches]
+    squares = [torch.linalg.vector_norm(s, dim=1, dtype=torch.float64).square() for s in sketches]
+    # Of each layer ‖S‖² and ‖q ⊙ S‖². That q is scaled to unit RMS cancels between them.
     sums = reduce_sums(
         torch.stack(
             [
-                torch.stack([q.square().sum(), s2.sum()])
+                torch.stack([s2.sum(), (q.square() * s2).sum()])
                 for q, s2 in zip(inverses, squares, strict=True)
             ]
         )
     )
-    unit = [
-        q * (rows / q2).sqrt().nan_to_num(posinf=0.0)
-        for q, q2, rows in zip(inverses, sums[:, 0], rows_in_layer, strict=True)
-    ]
-    scaled = reduce_sums(
-        torch.stack(
-            [(q.square() * s2).sum() for q, s2 in zip(unit, squares, strict=True)]
-        ).unsqueeze(1)
-    )[:, 0]
     return [
         (q * (s2 / d2).sqrt().nan_to_num(posinf=0.0)).float()
-        for q, s2, d2 in zip(unit, sums[:, 1], scaled, strict=True)
+        for q, (s2, d2) in zip(inverses, sums, strict=True)
     ]
