@@ -254,7 +254,7 @@ class RolloutWorkersConfig(Section):
 
 
 class DynamicEngineConfig(Section):
-    """The paged KV cache of `rollout.engine: dynamic`."""
+    """What `rollout.engine: dynamic` has besides: a paged KV cache, and CUDA graphs."""
 
     block_tokens: int = Field(256, ge=1)
     """Tokens of a block; flash-attn wants multiples of 256."""
@@ -264,6 +264,9 @@ class DynamicEngineConfig(Section):
     prefix_cache: bool = False
     """Share whole blocks of equal beginnings among sequences that are decoded at once, such as
     those of a group."""
+    cuda_graphs: int = Field(0, ge=0)
+    """Most CUDA graphs of steps that decode, each for a number of requests from `batch_size` down
+    by halves; 0 for none. They are captured whenever generation begins. Need flash-attn."""
 
 
 class RolloutConfig(Section):
@@ -273,7 +276,7 @@ class RolloutConfig(Section):
     """`static`: batched generation with a KV cache; `dynamic`: megatron-core's engine, continuous
     batching with a paged KV cache."""
     dynamic: DynamicEngineConfig = DynamicEngineConfig()
-    """The cache of the dynamic engine."""
+    """Of the dynamic engine."""
     placement: Literal["colocated", "separate"] = "colocated"
     """`colocated`: the training ranks generate; `separate`: `workers` do."""
     sync: Literal["shared", "sketch", "dense"] = "shared"

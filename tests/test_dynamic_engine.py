@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
 from test_static_engine import (
     MODELS,
     assert_bf16_logprobs_are_near,
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_logra.config import DynamicEngineConfig, SamplingConfig
 from megatron_logra.errors import UserError
-from megatron_logra.rollout import paged_attention
+from megatron_logra.rollout import cuda_graphs, paged_attention
 from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.dynamic_engine import DynamicEngine
 from megatron_logra.rollout.static_engine import StaticEngine
@@ -314,7 +315,7 @@ def test_the_model_is_left_as_it_was_and_the_cache_is_freed(
         found = [t for t in vars(engine.engine.context).values() if isinstance(t, Tensor)]
         return max((t.untyped_storage().nbytes() for t in found), default=0)
 
-    sizes: list[int] = []
+    sizes: ClassVar[list[int]] = []
     for _ in range(2):
         engine.generate(
             prompts, 2, GREEDY, seed=1, update=0, progress=lambda *_: sizes.append(largest())
@@ -444,3 +445,57 @@ def test_a_request_to_stop_prints_no_stack():
     assert coordinator in sys.modules, "what would have it printed"
     assert not faulthandler.unregister(signal.SIGTERM)
     assert not faulthandler.unregister(signal.SIGINT)
+
+
+class EagerGraphs(nn.Module):
+    """In place of Megatron's manager of CUDA graphs: runs what it would capture and replay."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, config: Any, **_options: Any) -> None:
+        super().__init__()
+        assert config.cuda_graph_impl == "local"
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.sizes.append(len(kwargs["hidden_states"]))
+        return (nn.Module.__call__(module, *args, **kwargs),)
+
+
+def test_steps_that_decode_are_filled_up_to_a_graph(
+    pg: ProcessGroupCollection, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and logprobs as without; the graphs themselves need a GPU."""
+    monkeypatch.setattr(cuda_graphs, "require_graphs", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphManager", EagerGraphs)
+    monkeypatch.setattr(EagerGraphs, "sizes", [])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    model = tiny_model(pg)
+    prompts = random_prompts(generator, [3, 9, 4, 16, 5, 7, 2])
+    sampling = SamplingConfig(max_tokens=14)
+    options: dict[str, Any] = {"stop_ids": set(range(25)), "batch_size": 8}
+    expected = static(model, pg, **options).generate(prompts, 1, sampling, seed=3, update=0)
+    tracker = megatron_random.get_cuda_rng_tracker()
+    engine = dynamic(model, pg, settings={"cuda_graphs": 3}, **options)
+    sizes = [graph.token_count for graph in engine.engine.context.cuda_graph_batch_dimensions_list]
+    assert sizes == [8, 4, 1]
+    for _ in range(2):
+        EagerGraphs.sizes.clear()
+        found = engine.generate(prompts, 1, sampling, seed=3, update=0)
+        assert_same(found, expected)
+        # Each is captured first; then there are seven requests, and ever fewer.
+        captured, decoded = EagerGraphs.sizes[:3], EagerGraphs.sizes[3:]
+        assert captured == sizes
+        assert decoded == sorted(decoded, reverse=True) and set(decoded) == set(sizes)
+        assert not hasattr(model.decoder, "cudagraph_manager")
+        assert model.config.cuda_graph_impl == "none"
+        assert megatron_random.get_cuda_rng_tracker() is tracker
+
+
+def test_graphs_that_cannot_be_had_are_refused(
+    pg: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="cuda_graphs: this machine shows no GPU"):
+        dynamic(tiny_model(pg), pg, settings={"cuda_graphs": 4})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="cuda_graphs: needs flash-attn"):
+        cuda_graphs.require_graphs()

@@ -18,6 +18,7 @@ from megatron.core.fusions import (
     fused_softmax,
 )
 from megatron.core.tensor_parallel import layers, mappings
+from torch.nn import functional
 
 from megatron_logra import distributed
 from megatron_logra.config import ParallelConfig
@@ -157,6 +158,58 @@ def softmax_kernels(monkeypatch) -> None:
 def test_fused_softmaxes_follow_central_differences(generator) -> None:
     for name, error in deviations(SOFTMAXES, generator.seed() % 2**31):
         assert error < 1e-6, name  # the kernels take the scale as a float32
+
+
+QUICKER = {
+    torch.Tensor.mul: lambda x, y, z: [x * y, x * y[0], 2 * x, x * z, z * y],
+    torch.Tensor.add: lambda x, y, z: [x + y, x + y[0], x + 2, x[:1] + z, z + y],
+    torch.bmm: lambda x, y, z: [torch.bmm(x, y.mT), torch.bmm(z, y.mT), torch.bmm(x, z.mT)],
+    torch.baddbmm: lambda x, y, z: [
+        torch.baddbmm(x @ z.mT, x, y.mT, beta=0.3, alpha=0.7),
+        torch.baddbmm(z @ z.mT, x, y.mT, alpha=0.7),
+        # What is not read may be anything.
+        torch.baddbmm(torch.full_like(x @ z.mT, torch.nan), x, y.mT, beta=0.0, alpha=0.7),
+        torch.baddbmm(z @ z.mT, z, y.mT),
+        torch.baddbmm(x @ z.mT, z, z.mT, beta=0.3),
+    ],
+    functional.softmax: lambda x, y, z: [functional.softmax(x, dim=-1), torch.nn.Softmax(-1)(y)],
+    functional.rms_norm: lambda x, y, z: [
+        functional.rms_norm(x, (6,), z[0, 0], 1e-2),
+        functional.rms_norm(x, (6,), weight=z[0, 0], eps=1e-2),
+    ],
+}
+"""Uses of a function with x and y, which have tangents, and z, which has none: [3, 5, 6] each."""
+
+
+def test_every_quicker_rule_is_tried_below() -> None:
+    assert set(QUICKER) == set(rules.QUICKER)
+
+
+@pytest.mark.parametrize("function", QUICKER, ids=lambda f: f.__name__)
+def test_quicker_rules_follow_central_differences(function, generator) -> None:
+    x, y, z, dx, dy = torch.randn(5, 3, 5, 6, dtype=torch.float64, generator=generator).unbind()
+    uses, step = QUICKER[function], 1e-5
+    with torch.no_grad():
+        with rules.forward_mode():
+            duals = uses(forward_ad.make_dual(x, dx), forward_ad.make_dual(y, dy), z)
+            found = [tuple(part.clone() for part in forward_ad.unpack_dual(dual)) for dual in duals]
+        up, down = (uses(x + sign * step * dx, y + sign * step * dy, z) for sign in (1, -1))
+        for (value, tangent), plain, plus, minus in zip(
+            found, uses(x, y, z), up, down, strict=True
+        ):
+            assert torch.equal(value, plain)
+            expected = (plus - minus) / (2 * step)
+            assert (tangent - expected).norm() < 1e-8 * expected.norm()
+
+
+def test_a_quicker_rule_is_the_one_in_use(generator, monkeypatch) -> None:
+    x, tangent = torch.randn(2, 3, 5, dtype=torch.float64, generator=generator).unbind()
+    monkeypatch.setitem(rules.QUICKER, torch.Tensor.mul, lambda *_: torch.full_like(x, 7.0))
+    with torch.no_grad(), rules.forward_mode():
+        found = forward_ad.unpack_dual(forward_ad.make_dual(x, tangent) * 2)
+        assert torch.equal(found.tangent, torch.full_like(x, 7.0))
+        assert torch.equal(found.primal, x * 2)
+    assert torch.equal(x * 2, x + x)
 
 
 class Ruleless(torch.autograd.Function):

@@ -36,6 +36,8 @@ from megatron_logra.optimizer.learner import Learner  # noqa: E402
 from megatron_logra.optimizer.predicted_kl import ProbeBatch  # noqa: E402
 
 PHASES = ("forward", "backward", "optimizer", "step")
+PROBE_LIMIT = 0.05
+"""Most of a step that its probe may take, with 8 sequences or more on each rank."""
 
 
 def configuration(args: argparse.Namespace, kind: str) -> Config:
@@ -65,6 +67,7 @@ class Program:
         tconfig, arguments = transformer_config(self.cfg)
         self.learner = Learner([build_model(tconfig, arguments, pg)], tconfig, self.cfg, pg)
         self.times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self.probe_times: list[float] = []
 
     def step(self, batches: list[torch.Tensor]) -> None:
         """Forward and backward of all micro-batches, then the optimizer's step."""
@@ -106,6 +109,7 @@ class Program:
         result = self.learner.step(probe if self.args.mode == "kl_budget" else None)
         assert result.applied, result.reason
         ended = time.perf_counter()
+        self.probe_times.append(result.seconds.get("probe", 0.0))
         for phase, seconds in zip(
             PHASES,
             (forward_seconds, passed - begun - forward_seconds, ended - passed, ended - begun),
@@ -185,6 +189,7 @@ def main() -> None:
         if number == 0:  # warm-up
             for program in programs.values():
                 program.times = {phase: [] for phase in PHASES}
+                program.probe_times = []
     dense, logra = programs["dense"].medians(), programs["logra"].medians()
     sizes = {name: program.learner.memory_bytes() for name, program in programs.items()}
     sent = {name: sum(p.learner.comm_bytes().values()) for name, p in programs.items()}
@@ -208,6 +213,8 @@ def main() -> None:
         "draw_seconds": draw_seconds(programs["logra"].learner),
         "peak_bytes": memory.peak_bytes(),
     }
+    if args.mode == "kl_budget":
+        figures["probe_seconds"] = statistics.median(programs["logra"].probe_times)
     figures["draw_share_of_step"] = figures["draw_seconds"] / logra["step"]
     first = distributed.rank() == 0
     distributed.shutdown()
@@ -231,6 +238,12 @@ def print_table(figures: dict[str, Any]) -> None:
         print(
             f"{phase:12}{dense[phase]:>9.3f}s{logra[phase]:>9.3f}s"
             f"{logra[phase] / dense[phase]:>8.2f}"
+        )
+    if "probe_seconds" in figures:
+        seconds = figures["probe_seconds"]
+        print(
+            f"probe       {'':10}{seconds:>9.3f}s: {100 * seconds / logra['step']:.1f} % of a step "
+            f"(limit: {100 * PROBE_LIMIT:.0f} %)"
         )
     print(f"FLOP floor of the sketched linears, (2 + r/d + r/k)/3: {figures['floor']:.3f}")
     for kind in (*memory.KINDS, "static"):

@@ -16,7 +16,7 @@ import asyncio
 import faulthandler
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron.core.inference.config import (
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from megatron_logra.config import DynamicEngineConfig, SamplingConfig
 from megatron_logra.errors import UserError
-from megatron_logra.rollout import dynamic_platform
+from megatron_logra.rollout import cuda_graphs, dynamic_platform
 from megatron_logra.rollout.drawing import Drawing, Response
 from megatron_logra.rollout.static_engine import generating
 
@@ -95,7 +95,7 @@ class DynamicEngine:
         self.settings = settings or DynamicEngineConfig()
         dynamic_platform.install()
         self._sampling = _CounterSampling()
-        with generating_from_pages(self.model):
+        with self._generating():
             self.engine = self._build()
             self.engine.suspend()
 
@@ -180,11 +180,14 @@ class DynamicEngine:
         controller.set_stop_word_finished_ids_callback(self._sampling.ended)
         return engine
 
+    def _generating(self) -> AbstractContextManager[None]:
+        return generating_from_pages(self.model, self.pg, self.settings)
+
     @contextmanager
     def _running(self, drawing: Drawing) -> Iterator[None]:
         """The engine with its cache, for one call."""
         self._sampling.drawing = drawing
-        with generating_from_pages(self.model):
+        with self._generating():
             self.engine.resume()
             try:
                 yield
@@ -248,6 +251,8 @@ def inference_config(
         max_tokens=max(_PREFILL_TOKENS, max_sequence_length, requests),
         max_sequence_length=max_sequence_length,
         kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+        num_cuda_graphs=settings.cuda_graphs or None,
+        use_cuda_graphs_for_non_decode_steps=False,
         pg_collection=pg,
         enable_prefix_caching=settings.prefix_cache,
         # The other one, LRU, fails in megatron-core 0.19.2 once it has filled the cache.
@@ -256,15 +261,18 @@ def inference_config(
 
 
 @contextmanager
-def generating_from_pages(model: GPTModel) -> Iterator[None]:
+def generating_from_pages(
+    model: GPTModel, pg: ProcessGroupCollection, settings: DynamicEngineConfig
+) -> Iterator[None]:
     """The model as it generates with Megatron's engine, and afterwards as it was."""
+    graphs = cuda_graphs.capturing(model, pg) if settings.cuda_graphs else nullcontext()
     scale = model.config.softmax_scale
     # Megatron's paged attention reads the scale there, and leaves it out of its configuration.
     layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
     try:
         for layer in layers if scale is not None else []:
             layer.softmax_scale = scale
-        with generating(model):
+        with generating(model), graphs:
             yield
     finally:
         for layer in layers if scale is not None else []:

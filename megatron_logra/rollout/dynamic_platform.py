@@ -32,7 +32,7 @@ def install() -> None:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
     stand_ins: list[tuple[Any, str, Any]] = [
-        # No padding: that is for CUDA graphs, which are not captured.
+        # No padding of steps that are no CUDA graphs.
         (DynamicInferenceContext, "TOKEN_ROUNDER", 1),
         (DynamicInferenceContext, "REQUEST_ROUNDER", 1),
     ]

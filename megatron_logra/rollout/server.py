@@ -93,7 +93,7 @@ def run(
     dynamic_platform.install()
     logging.getLogger(chat_completions.__name__).setLevel(logging.ERROR)  # a warning an answer
     model = unwrap_model(policy.chunks[0])
-    with generating_from_pages(model):
+    with generating_from_pages(model, policy.pg, config.rollout.dynamic):
         settings = inference_config(
             model,
             policy.pg,

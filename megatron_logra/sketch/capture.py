@@ -295,17 +295,12 @@ class SketchCapture:
 
     @torch.no_grad()
     def _less_change(self, index: int, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-        """ẏ - (x Aᵀ) Dᵀ in one product: after the linears, it is elementwise work that costs."""
+        """ẏ - (x Aᵀ) Dᵀ, in ẏ itself: after the linears, it is elementwise work that costs."""
         projected, direction = self._project(index, x), self.direction(index).to(x.dtype)
-        # A tensor of its own: views that are made without gradients may not be written to.
-        result = torch.empty_like(tangent, memory_format=torch.contiguous_format)
-        torch.addmm(
-            tangent.flatten(0, -2),
-            projected.flatten(0, -2),
-            direction.t(),
-            alpha=-1,
-            out=result.flatten(0, -2),
-        )
+        # Nobody else has what a linear has just made; as a view made without gradients torch would
+        # not have it written to.
+        result = tangent.data.contiguous()
+        result.flatten(0, -2).addmm_(projected.flatten(0, -2), direction.t(), alpha=-1)
         return result
 
     def _moved(self, output: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
