@@ -82,6 +82,14 @@ class ParallelConfig(Section):
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
 
+    @property
+    def unfit_for_inference(self) -> str | None:
+        """The setting that Megatron's dynamic inference engine has no use for, if there is one."""
+        for key in ("context", "virtual_pipeline"):
+            if getattr(self, key) > 1:
+                return f"parallel.{key}={getattr(self, key)}"
+        return None
+
 
 class ScheduleConfig(Section):
     """A learning-rate schedule and what goes with it."""
@@ -454,6 +462,9 @@ class Config(Section):
             raise ValueError(
                 f"rollout.transport: {rollout.transport} needs rollout.placement=separate"
             )
+        unfit = self.parallel.unfit_for_inference
+        if unfit and rollout.engine == "dynamic" and rollout.placement == "colocated":
+            raise ValueError(f"rollout.engine: dynamic cannot have {unfit}; expected 1, or static")
         if rollout.placement == "separate" and self.algorithm.name == "sft":
             raise ValueError("rollout.placement: separate is of no use to algorithm sft")
         return self
@@ -501,10 +512,9 @@ def require_servable(config: Config, *, follow: bool) -> None:
         UserError: a layout that Megatron's inference engine has no use for, or no trainer to
             `follow`.
     """
-    for key in ("context", "virtual_pipeline"):
-        size = getattr(config.parallel, key)
-        if size > 1:
-            raise UserError(f"parallel.{key}={size}: serve takes 1 only, as Megatron's engine does")
+    unfit = config.parallel.unfit_for_inference
+    if unfit is not None:
+        raise UserError(f"{unfit}: serve takes 1 only, as Megatron's engine does")
     if follow and config.rollout.placement != "separate":
         raise UserError("--follow: needs rollout.placement=separate, got colocated")
 

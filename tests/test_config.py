@@ -103,6 +103,10 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
             "train.responses_per_prompt: grpo needs at least 2",
         ),
         (
+            MODEL + "rollout: {engine: dynamic}\nparallel: {context: 2}",
+            "rollout.engine: dynamic cannot have parallel.context=2; expected 1, or static",
+        ),
+        (
             MODEL + "parallel: {sequence: true}",
             "parallel.sequence: needs parallel.tensor > 1",
         ),

@@ -352,12 +352,6 @@ def test_a_prompt_without_room_is_refused_by_name(
         )
 
 
-def test_interleaved_stages_are_refused(pg: ProcessGroupCollection) -> None:
-    model = tiny_model(pg)
-    with pytest.raises(UserError, match=r"^rollout.engine=dynamic: .*virtual_pipeline=1"):
-        DynamicEngine([model, model], pg=pg, **OPTIONS)
-
-
 def paged(
     generator: torch.Generator, lengths: Sequence[int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -39,6 +39,7 @@ from megatron_logra.sync.follower import Follower
 from megatron_logra.sync.payload import Payload, PayloadError, assemble, decode
 from megatron_logra.sync.receiver import OutOfOrder, Receiver, RoundedWeight
 from megatron_logra.sync.sender import Sender
+from megatron_logra.sync.transport import read_head
 
 UPDATES = 5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -212,6 +213,14 @@ def test_a_sender_killed_between_two_pieces_announces_nothing(ranks, directory, 
     (tmp_path / "HEAD").write_text(json.dumps({**head, "version": 1}))
     ((weights, _, healed),) = ranks.run(1, receive, directory, STEP, tmp_path, 1)
     assert len(weights) == 2 and healed == []
+
+
+@pytest.mark.parametrize("text", ['{"run": "cut', "[]", '{"run": "a"}'])
+def test_what_no_trainer_has_written_is_refused_by_the_files_name(text, tmp_path):
+    assert read_head(tmp_path) is None
+    (tmp_path / "HEAD").write_text(text)
+    with pytest.raises(UserError, match="HEAD: expected what a trainer offers"):
+        read_head(tmp_path)
 
 
 def test_a_full_disk_is_one_line_and_readers_find_the_version_before(directory, tmp_path, pg):

@@ -103,6 +103,9 @@ class Policy:
         }
         if self.config.rollout.engine == "static":
             return StaticEngine(self.chunks, **options)
+        unfit = self.config.parallel.unfit_for_inference
+        if unfit is not None:
+            raise UserError(f"rollout.engine: dynamic cannot have {unfit}; expected 1, or static")
         from megatron_logra.rollout.dynamic_engine import DynamicEngine
 
         return DynamicEngine(self.chunks, settings=self.config.rollout.dynamic, **options)

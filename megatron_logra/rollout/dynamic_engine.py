@@ -67,7 +67,7 @@ class DynamicEngine:
         settings: the cache.
 
     Raises:
-        UserError: a layout or a cache that Megatron's engine has no use for.
+        UserError: the cache has no room for one sequence, or CUDA graphs cannot be had here.
     """
 
     def __init__(
@@ -81,12 +81,7 @@ class DynamicEngine:
         pg: ProcessGroupCollection,
         settings: DynamicEngineConfig | None = None,
     ) -> None:
-        wrong = unfit_layout(chunks, pg)
-        if wrong is not None:
-            raise UserError(
-                f"rollout.engine=dynamic: expected parallel.{wrong}=1, or engine static"
-            )
-        self.model: GPTModel = unwrap_model(chunks[0])
+        (self.model,) = unwrap_model(list(chunks))
         self.pg = pg
         self.stop_ids = frozenset(stop_ids)
         self.pad_id = pad_id
@@ -199,13 +194,6 @@ class DynamicEngine:
                 self.engine._loop.run_until_complete(asyncio.sleep(0))
                 self.engine.suspend()
                 self._sampling.drawing = None
-
-
-def unfit_layout(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> str | None:
-    """The key of `parallel` that Megatron's engine has no use for, if there is one."""
-    if len(chunks) > 1:
-        return "virtual_pipeline"
-    return "context" if pg.cp.size() > 1 else None
 
 
 def inference_config(

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_logra import distributed, whole_file
+from megatron_logra.errors import UserError
 from megatron_logra.sync.payload import Kind
 from megatron_logra.sync.sender import Sender
 
@@ -55,11 +56,18 @@ class Head:
 
 
 def read_head(directory: Path) -> Head | None:
-    """What the directory offers; None before the trainer's first word."""
+    """What the directory offers; None before the trainer's first word.
+
+    Raises:
+        UserError: the file cannot be read, or no trainer has written it.
+    """
+    file = directory / HEAD
     try:
-        return Head(**json.loads((directory / HEAD).read_text()))
+        return Head(**json.loads(file.read_text()))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: expected what a trainer offers: {error}") from None
 
 
 def wish(directory: Path, name: str) -> None:
