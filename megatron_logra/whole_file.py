@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_logra.errors import UserError
 
 
-def write(path: Path, data: bytes, *, flush: bool = True) -> None:
+def write(path: Path, data: bytes | bytearray, *, flush: bool = True) -> None:
     """Write a file under another name and rename it; its directory is made if it is missing.
 
     Args:

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from megatron_logra import distributed, whole_file
-from megatron_logra.sync.payload import Kind
+from megatron_logra.sync.payload import Kind, Piece
 from megatron_logra.sync.transport import VERSION_DIRECTORY, Publisher, version_name
 
 
@@ -26,7 +26,7 @@ class FileSender(Publisher):
     def close(self) -> None:
         """The files stay, for workers that are late."""
 
-    def _put(self, kind: Kind, version: int, data: bytes) -> None:
+    def _put(self, kind: Kind, version: int, data: bytearray) -> None:
         place = self.directory / version_name(kind, version)
         whole_file.write(place / f"piece_{self.sender.piece:03d}", data)
 
@@ -38,7 +38,7 @@ class FileSender(Publisher):
         distributed.first(prune)
 
 
-def read_pieces(directory: Path, kind: Kind, version: int) -> list[bytes]:
+def read_pieces(directory: Path, kind: Kind, version: int) -> list[Piece]:
     """The pieces that there are of a version.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from megatron_logra import distributed, platform
 from megatron_logra.sync import files
-from megatron_logra.sync.payload import Kind, Payload, PayloadError, assemble
+from megatron_logra.sync.payload import Kind, Payload, PayloadError, Piece, assemble
 from megatron_logra.sync.process_groups import GroupReader
 from megatron_logra.sync.receiver import Receiver
 from megatron_logra.sync.transport import Head, read_head, version_name, wish
@@ -109,7 +109,7 @@ class Follower:
             failure = f"{name}: {error}"
         return distributed.any_reason(failure)
 
-    def _pieces(self, head: Head, kind: Kind, version: int) -> list[bytes]:
+    def _pieces(self, head: Head, kind: Kind, version: int) -> list[Piece]:
         """The pieces that there are of a version.
 
         Raises:
@@ -119,9 +119,9 @@ class Follower:
             return files.read_pieces(self.directory, kind, version)
         return self._from_groups(head, kind, version)
 
-    def _from_groups(self, head: Head, kind: Kind, version: int) -> list[bytes]:
+    def _from_groups(self, head: Head, kind: Kind, version: int) -> list[Piece]:
         """The first rank gets the pieces, and hands them on within the worker."""
-        own: list[bytes] = []
+        own: list[Piece] = []
 
         def get() -> tuple[list[int], str | None]:
             try:
@@ -135,12 +135,12 @@ class Follower:
             raise ConnectionError(failure)
         if distributed.world_size() == 1:
             return own
-        pieces = []
+        pieces: list[Piece] = []
         for number, size in enumerate(sizes):
             box = torch.empty(size, dtype=torch.uint8)
             if own:
-                box = torch.frombuffer(bytearray(own[number]), dtype=torch.uint8)
+                box = torch.frombuffer(own[number], dtype=torch.uint8)
             box = box.to(platform.device())
             dist.broadcast(box, src=0)
-            pieces.append(box.cpu().numpy().tobytes())
+            pieces.append(memoryview(box.cpu().numpy()))
         return pieces

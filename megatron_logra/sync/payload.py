@@ -22,11 +22,14 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from megatron_logra.model.safetensors_io import NAMES
+
 MAGIC = b"LOGRA\0\0\1"
 _PREFIX = len(MAGIC) + 32
 Kind = Literal["update", "refresh"]
 Use = Literal["factor", "weight", "audit"]
 Ranges = tuple[tuple[int, int], ...]
+Piece = bytes | bytearray | memoryview
 
 
 class PayloadError(ValueError):
@@ -80,34 +83,52 @@ class Block:
     """The block's values."""
 
 
-def encode(header: Header, blocks: Iterable[Block]) -> bytes:
-    """A piece as bytes."""
-    tensors: dict[str, torch.Tensor] = {}
+def encode(header: Header, blocks: Iterable[Block]) -> bytearray:
+    """A piece as bytes, in memory once: weights are too many to be copied about."""
+    blocks = list(blocks)
     table: list[dict[str, Any]] = []
+    entries: dict[str, Any] = {}
+    place = 0
     for number, block in enumerate(blocks):
-        tensors[str(number)] = block.tensor.detach().cpu().contiguous()
+        end = place + block.tensor.nbytes
+        entries[str(number)] = {
+            "dtype": NAMES[block.tensor.dtype],
+            "shape": list(block.tensor.shape),
+            "data_offsets": [place, end],
+        }
+        place = end
         described = {k: getattr(block, k) for k in ("use", "name", "shape", "axis", "ranges")}
         table.append(described)
     metadata = {"header": json.dumps(asdict(header)), "blocks": json.dumps(table)}
-    body = safetensors.torch.save(tensors, metadata)
-    return MAGIC + hashlib.sha256(body).digest() + body
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    first = _PREFIX + 8 + len(text)
+    piece = bytearray(first + place)
+    piece[_PREFIX:first] = len(text).to_bytes(8, "little") + text
+    whole = torch.frombuffer(piece, dtype=torch.uint8)
+    for block, entry in zip(blocks, entries.values(), strict=True):
+        start, end = (first + offset for offset in entry["data_offsets"])
+        whole[start:end].copy_(block.tensor.detach().contiguous().view(-1).view(torch.uint8))
+    piece[:_PREFIX] = MAGIC + hashlib.sha256(memoryview(piece)[_PREFIX:]).digest()
+    return piece
 
 
-def decode(data: bytes) -> tuple[Header, list[Block]]:
+def decode(data: Piece) -> tuple[Header, list[Block]]:
     """The header and blocks of a piece.
 
     Raises:
         PayloadError: it is truncated, altered, or something else.
     """
-    if data[: len(MAGIC)] != MAGIC:
+    view = memoryview(data)
+    if view[: len(MAGIC)] != MAGIC:
         raise PayloadError("not a synchronisation payload")
-    body = data[_PREFIX:]
-    if hashlib.sha256(body).digest() != data[len(MAGIC) : _PREFIX]:
+    body = view[_PREFIX:]
+    if hashlib.sha256(body).digest() != view[len(MAGIC) : _PREFIX]:
         raise PayloadError(f"checksum of a payload of {len(data)} bytes does not match")
     try:
         length = int.from_bytes(body[:8], "little")
-        metadata = json.loads(body[8 : 8 + length])["__metadata__"]
-        tensors = safetensors.torch.load(body)
+        metadata = json.loads(bytes(body[8 : 8 + length]))["__metadata__"]
+        tensors = safetensors.torch.load(bytes(body))
         header = Header(**json.loads(metadata["header"]))
         blocks = [
             Block(
@@ -136,7 +157,7 @@ class Payload:
     """Bytes of all pieces."""
 
 
-def assemble(pieces: Sequence[bytes]) -> Payload:
+def assemble(pieces: Sequence[Piece]) -> Payload:
     """Put the pieces of one version together, in any order.
 
     Raises:

@@ -29,7 +29,7 @@ from torch import distributed as dist
 
 from megatron_logra import distributed, platform
 from megatron_logra.errors import UserError
-from megatron_logra.sync.payload import Kind
+from megatron_logra.sync.payload import Kind, Piece
 from megatron_logra.sync.sender import Sender
 from megatron_logra.sync.transport import Head, Publisher, version_name
 
@@ -98,8 +98,8 @@ class GroupSender(Publisher):
         if self._server is not None:
             self._server.close()
 
-    def _put(self, kind: Kind, version: int, data: bytes) -> None:
-        self._log[kind, version] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _put(self, kind: Kind, version: int, data: bytearray) -> None:
+        self._log[kind, version] = torch.frombuffer(data, dtype=torch.uint8)
 
     def _forget(self, refreshed: int) -> None:
         for kind, version in list(self._log):
@@ -189,7 +189,7 @@ class GroupReader:
         self.timeout = timedelta(seconds=timeout_s)
         self._link: _Link | None = None
 
-    def read(self, head: Head, kind: Kind, version: int) -> list[bytes]:
+    def read(self, head: Head, kind: Kind, version: int) -> list[Piece]:
         """The pieces that the trainer has of a version.
 
         Raises:
@@ -220,14 +220,14 @@ class _Link:
         self._pairs: list[_Pair] = []
         self._number = 0
 
-    def ask(self, kind: Kind, version: int) -> list[bytes]:
+    def ask(self, kind: Kind, version: int) -> list[Piece]:
         self._number += 1
         question = {"worker": self._worker, "link": self._name, "number": self._number}
         question |= {"kind": kind, "version": version}
         found = [self._take(piece, json.dumps(question)) for piece in range(self.head.pieces)]
         return [data for data in found if data is not None]
 
-    def _take(self, piece: int, question: str) -> bytes | None:
+    def _take(self, piece: int, question: str) -> Piece | None:
         # A rank is asked when its piece is next: it has not to wait until others have sent theirs.
         self._store.queue_push(f"asked/{piece}", question)
         if piece == len(self._pairs):
@@ -242,7 +242,7 @@ class _Link:
         whole = torch.empty(size, dtype=torch.uint8)
         for message in whole.split(MESSAGE):
             pair.receive(message)
-        return whole.numpy().tobytes()
+        return memoryview(whole.numpy())
 
 
 class _Pair:

@@ -57,7 +57,7 @@ class Sender:
         """The number of this rank's piece."""
         return int(self.pg.pp.rank() * self.pg.tp.size() + self.pg.tp.rank())
 
-    def update(self) -> bytes | None:
+    def update(self) -> bytearray | None:
         """This rank's piece of the update that has just been applied; None if it has none."""
         if not self.sends:
             return None
@@ -68,7 +68,7 @@ class Sender:
             blocks += self._audited(version)
         return encode(self._header("update"), blocks)
 
-    def refresh(self) -> bytes | None:
+    def refresh(self) -> bytearray | None:
         """This rank's piece of the weights as they are, targets in fp32; None if it has none.
 
         Called by all ranks: the fp32 weights may be divided over data-parallel ones.

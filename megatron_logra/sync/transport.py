@@ -143,7 +143,7 @@ class Publisher(ABC):
         """No receiver need be served any more."""
 
     @abstractmethod
-    def _put(self, kind: Kind, version: int, data: bytes) -> None:
+    def _put(self, kind: Kind, version: int, data: bytearray) -> None:
         """Have this rank's piece ready for receivers.
 
         Raises:
