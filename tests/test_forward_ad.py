@@ -172,6 +172,7 @@ QUICKER = {
         torch.baddbmm(z @ z.mT, z, y.mT),
         torch.baddbmm(x @ z.mT, z, z.mT, beta=0.3),
     ],
+    functional.silu: lambda x, y, z: [functional.silu(x)],
     functional.softmax: lambda x, y, z: [functional.softmax(x, dim=-1), torch.nn.Softmax(-1)(y)],
     functional.rms_norm: lambda x, y, z: [
         functional.rms_norm(x, (6,), z[0, 0], 1e-2),

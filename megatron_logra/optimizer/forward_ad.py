@@ -152,6 +152,10 @@ def _baddbmm(
     return total
 
 
+def _plain_silu(result: Tensor, of: Values, moved: Tangents, **_: Any) -> Tensor:
+    return torch.ops.aten.silu_backward(moved[0], of[0])
+
+
 def _plain_softmax(result: Tensor, of: Values, moved: Tangents, *_: Any, **__: Any) -> Tensor:
     """torch's exponentiates the scores again, where those that are masked underflow."""
     weighted = result * moved[0]
@@ -175,6 +179,7 @@ QUICKER: dict[Any, Callable[..., Tensor]] = {
     torch.Tensor.add: _add,
     torch.bmm: _bmm,
     torch.baddbmm: _baddbmm,
+    torch.nn.functional.silu: _plain_silu,
     torch.nn.functional.softmax: _plain_softmax,  # along the last dimension
     torch.nn.functional.rms_norm: _rms_norm,
 }
