@@ -162,7 +162,15 @@ def test_fused_softmaxes_follow_central_differences(generator) -> None:
 
 QUICKER = {
     torch.Tensor.mul: lambda x, y, z: [x * y, x * y[0], 2 * x, x * z, z * y],
-    torch.Tensor.add: lambda x, y, z: [x + y, x + y[0], x + 2, x[:1] + z, z + y],
+    torch.Tensor.add: lambda x, y, z: [
+        x + y,
+        x + y[0],
+        x + 2,
+        x[:1] + z,
+        z + y,
+        x.add(y, alpha=3),
+        z.add(y, alpha=3),
+    ],
     torch.bmm: lambda x, y, z: [torch.bmm(x, y.mT), torch.bmm(z, y.mT), torch.bmm(x, z.mT)],
     torch.baddbmm: lambda x, y, z: [
         torch.baddbmm(x @ z.mT, x, y.mT, beta=0.3, alpha=0.7),
@@ -173,10 +181,10 @@ QUICKER = {
         torch.baddbmm(x @ z.mT, z, z.mT, beta=0.3),
     ],
     functional.silu: lambda x, y, z: [functional.silu(x)],
-    functional.softmax: lambda x, y, z: [functional.softmax(x, dim=-1), torch.nn.Softmax(-1)(y)],
+    functional.softmax: lambda x, y, z: [functional.softmax(x, dim=1), torch.nn.Softmax(-1)(y)],
     functional.rms_norm: lambda x, y, z: [
         functional.rms_norm(x, (6,), z[0, 0], 1e-2),
-        functional.rms_norm(x, (6,), weight=z[0, 0], eps=1e-2),
+        functional.rms_norm(x, (6,), eps=1e-2),
     ],
 }
 """Uses of a function with x and y, which have tangents, and z, which has none: [3, 5, 6] each."""

@@ -8,6 +8,7 @@ import torch
 from helpers import tiny_model
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -207,3 +208,20 @@ def test_layouts_that_fit_their_ranks_pass() -> None:
 def test_one_process_is_rank_zero_of_one(pg: ProcessGroupCollection) -> None:
     assert (distributed.rank(), distributed.world_size()) == (0, 1)
     assert [group.size() for group in (pg.tp, pg.pp, pg.dp, pg.cp, pg.dp_cp)] == [1] * 5
+
+
+@needs_cpu
+def test_one_rank_does_not_reduce_with_itself(pg, monkeypatch):
+    """Gloo would, on a thread whose OpenMP workers slow down those of this one for good."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("sent")
+
+    for name in ("_coalescing_manager", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        monkeypatch.setattr(torch.distributed, name, fail)
+    data = torch.arange(6.0)
+    with buffers._coalescing_manager(pg.dp, async_ops=True) as work:
+        assert buffers.dist_reduce_scatter_func(data, data, group=pg.dp, async_op=True) is None
+        assert buffers.dist_all_gather_func(data, data, group=pg.dp, async_op=True) is None
+    work.wait()
+    assert torch.equal(data, torch.arange(6.0))

@@ -125,11 +125,12 @@ def _mul(result: Tensor, of: Values, moved: Tangents) -> Tensor:
     return x * dy if dx is None else torch.addcmul(dx * y, x, dy)
 
 
-def _add(result: Tensor, of: Values, moved: Tangents) -> Tensor:
+def _add(result: Tensor, of: Values, moved: Tangents, *, alpha: float = 1) -> Tensor:
     dx, dy = moved
-    if dx is None or dy is None:
-        return (dy if dx is None else dx).to(result.dtype).expand_as(result)
-    return dx + dy
+    if dx is not None and dy is not None:
+        return torch.add(dx, dy, alpha=alpha)
+    only = dy * alpha if dx is None else dx
+    return only.to(result.dtype).expand_as(result)
 
 
 def _bmm(result: Tensor, of: Values, moved: Tangents) -> Tensor:
@@ -156,22 +157,24 @@ def _plain_silu(result: Tensor, of: Values, moved: Tangents, **_: Any) -> Tensor
     return torch.ops.aten.silu_backward(moved[0], of[0])
 
 
-def _plain_softmax(result: Tensor, of: Values, moved: Tangents, *_: Any, **__: Any) -> Tensor:
+def _plain_softmax(result: Tensor, of: Values, moved: Tangents, *, dim: int, **_: Any) -> Tensor:
     """torch's exponentiates the scores again, where those that are masked underflow."""
     weighted = result * moved[0]
-    return torch.addcmul(weighted, result, weighted.sum(dim=-1, keepdim=True), value=-1)
+    return torch.addcmul(weighted, result, weighted.sum(dim=dim, keepdim=True), value=-1)
 
 
-def _rms_norm(result: Tensor, of: Values, moved: Tangents, *, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(
+    result: Tensor, of: Values, moved: Tangents, *, weight: Tensor | None, eps: float
+) -> Tensor:
     """γ · r · (ẋ - x · r² · mean(x ẋ)) with r = 1/√(mean(x²) + ε); in at least fp32."""
-    x, shape = of
+    x, (size,) = of
     wide = torch.promote_types(x.dtype, torch.float32)
     values, change = x.to(wide), moved[0].to(wide)
-    squares = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square() / shape[-1]
+    squares = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square() / size
     inverse = (squares + eps).rsqrt()
-    along = torch.linalg.vecdot(values, change).unsqueeze(-1) / shape[-1]
-    found = torch.addcmul(change, values, along * inverse.square(), value=-1)
-    return found.mul_(inverse).mul_(weight).to(x.dtype)
+    along = torch.linalg.vecdot(values, change).unsqueeze(-1) / size
+    found = torch.addcmul(change, values, along * inverse.square(), value=-1).mul_(inverse)
+    return (found if weight is None else found.mul_(weight)).to(x.dtype)
 
 
 QUICKER: dict[Any, Callable[..., Tensor]] = {
@@ -180,10 +183,13 @@ QUICKER: dict[Any, Callable[..., Tensor]] = {
     torch.bmm: _bmm,
     torch.baddbmm: _baddbmm,
     torch.nn.functional.silu: _plain_silu,
-    torch.nn.functional.softmax: _plain_softmax,  # along the last dimension
+    torch.nn.functional.softmax: _plain_softmax,
     torch.nn.functional.rms_norm: _rms_norm,
 }
-"""rule(result, arguments, tangents or None, **keywords): tangents of functions that are torch's."""
+"""rule(result, arguments, tangents or None, **keywords): tangents of functions that are torch's.
+
+torch's are the same, with more passes over memory: zeros for what has no tangent, and sums.
+"""
 
 
 class _Quicker(TorchFunctionMode):

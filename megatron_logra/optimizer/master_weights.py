@@ -159,8 +159,8 @@ class Remainder:
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     """Rows of a weight [d, k], as many at a time as are updated at once.
 
-    All holders update the same blocks: so all call for the same matrix products, and agree bit for
-    bit.
+    Holders of the same part update the same blocks: they call for the same matrix products, and
+    agree bit for bit.
     """
     size = _BLOCK.get(weight.device.type, weight.numel())
     count = max(1, size // weight.shape[1])
