@@ -114,6 +114,20 @@ def line(directory, tmp_path, pg) -> Line:
     return Line(learner, sender, receiver, follower)
 
 
+def test_dense_weights_travel_in_the_type_that_the_model_computes_with(directory, tmp_path, pg):
+    cfg = config_for(directory, **VARIANTS["bf16"])
+    learner, receiver = make_learner(cfg, pg), make_receiver(cfg)
+    sender = FileSender(tmp_path, Sender(learner, cfg.sketch, "first"), dense=True)
+    weights = sum(p.nbytes for chunk in learner.chunks for p in chunk.parameters())
+    line = Line(learner, sender, receiver, Follower(tmp_path, receiver, "worker"))
+    sender.start()
+    for version in range(1, 4):
+        one_update(learner)
+        assert weights < sender.publish() < 1.1 * weights + 10_000
+        assert line.follower.catch_up(version) and line.same()
+    assert line.follower.healed == []
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -68,13 +68,16 @@ class Sender:
             blocks += self._audited(version)
         return encode(self._header("update"), blocks)
 
-    def refresh(self) -> bytearray | None:
-        """This rank's piece of the weights as they are, targets in fp32; None if it has none.
+    def refresh(self, *, exact: bool = True) -> bytearray | None:
+        """This rank's piece of the weights as they are; None if it has none.
 
-        Called by all ranks: the fp32 weights may be divided over data-parallel ones.
+        Called by all ranks: fp32 weights may be divided over data-parallel ones.
+
+        Args:
+            exact: targets in fp32, for updates to be applied to; else as the model computes.
         """
         masters = {}
-        if self.optimizer is not None:
+        if exact and self.optimizer is not None:
             pairs = zip(self.optimizer.capture.targets, self.optimizer.masters, strict=True)
             masters = {id(target.weight): master for target, master in pairs}
         blocks = []

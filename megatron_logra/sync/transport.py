@@ -159,7 +159,8 @@ class Publisher(ABC):
 
     def _publish(self, kind: Kind) -> int:
         version = self.sender.learner.update
-        data = self.sender.update() if kind == "update" else self.sender.refresh()
+        sender = self.sender
+        data = sender.update() if kind == "update" else sender.refresh(exact=not self.dense)
 
         def put() -> int:
             if data is None:
