@@ -107,6 +107,15 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
             "rollout.engine: dynamic cannot have parallel.context=2; expected 1, or static",
         ),
         (
+            MODEL + "rollout: {engine: dynamic}\nparallel: {pipeline: 2, virtual_pipeline: 2}",
+            "rollout.engine: dynamic cannot have parallel.virtual_pipeline=2; "
+            "expected 1, or static",
+        ),
+        (
+            MODEL + "rollout: {dynamic: {cuda_graphs: -1}}",
+            "rollout.dynamic.cuda_graphs: expected greater than or equal to 0, got -1",
+        ),
+        (
             MODEL + "parallel: {sequence: true}",
             "parallel.sequence: needs parallel.tensor > 1",
         ),

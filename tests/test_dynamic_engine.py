@@ -8,11 +8,12 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import tiny_config, tiny_model
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 
 from megatron_logra.config import DynamicEngineConfig, SamplingConfig
 from megatron_logra.errors import UserError
+from megatron_logra.model.gpt import transformer_config
+from megatron_logra.rl.policy import Policy
 from megatron_logra.rollout import cuda_graphs, paged_attention
 from megatron_logra.rollout.drawing import Response
 from megatron_logra.rollout.dynamic_engine import DynamicEngine
@@ -350,6 +353,20 @@ def test_a_prompt_without_room_is_refused_by_name(
         dynamic(tiny_model(pg), pg, max_sequence_length=40).generate(
             prompts, 1, GREEDY, seed=1, update=0
         )
+
+
+@pytest.mark.parametrize("parallel", [{"context": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
+def test_training_layouts_that_the_engine_cannot_have_are_refused(
+    pg: ProcessGroupCollection, parallel: dict[str, int]
+) -> None:
+    """Separate workers have other layouts; what generates with the trainer's own is refused."""
+    rollout = {"engine": "dynamic", "placement": "separate", "sync": "sketch"}
+    cfg = tiny_config(parallel=parallel, rollout=rollout)
+    tokenizer: Any = SimpleNamespace(stop_ids=frozenset(), pad_id=0)
+    policy = Policy(cfg, pg, *transformer_config(tiny_config()), [tiny_model(pg)], tokenizer)
+    key = list(parallel)[-1]
+    with pytest.raises(UserError, match=rf"^rollout.engine: dynamic cannot have parallel.{key}=2"):
+        policy.engine()
 
 
 def paged(

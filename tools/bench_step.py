@@ -66,8 +66,11 @@ class Program:
         self.cfg = configuration(args, kind)
         tconfig, arguments = transformer_config(self.cfg)
         self.learner = Learner([build_model(tconfig, arguments, pg)], tconfig, self.cfg, pg)
-        self.times: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        self.probe_times: list[float] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with no times."""
+        self.times: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "probe")}
 
     def step(self, batches: list[torch.Tensor]) -> None:
         """Forward and backward of all micro-batches, then the optimizer's step."""
@@ -109,7 +112,7 @@ class Program:
         result = self.learner.step(probe if self.args.mode == "kl_budget" else None)
         assert result.applied, result.reason
         ended = time.perf_counter()
-        self.probe_times.append(result.seconds.get("probe", 0.0))
+        self.times["probe"].append(result.seconds.get("probe", 0.0))
         for phase, seconds in zip(
             PHASES,
             (forward_seconds, passed - begun - forward_seconds, ended - passed, ended - begun),
@@ -188,8 +191,7 @@ def main() -> None:
             program.step(batches)
         if number == 0:  # warm-up
             for program in programs.values():
-                program.times = {phase: [] for phase in PHASES}
-                program.probe_times = []
+                program.forget()
     dense, logra = programs["dense"].medians(), programs["logra"].medians()
     sizes = {name: program.learner.memory_bytes() for name, program in programs.items()}
     sent = {name: sum(p.learner.comm_bytes().values()) for name, p in programs.items()}
@@ -213,8 +215,6 @@ def main() -> None:
         "draw_seconds": draw_seconds(programs["logra"].learner),
         "peak_bytes": memory.peak_bytes(),
     }
-    if args.mode == "kl_budget":
-        figures["probe_seconds"] = statistics.median(programs["logra"].probe_times)
     figures["draw_share_of_step"] = figures["draw_seconds"] / logra["step"]
     first = distributed.rank() == 0
     distributed.shutdown()
@@ -239,8 +239,8 @@ def print_table(figures: dict[str, Any]) -> None:
             f"{phase:12}{dense[phase]:>9.3f}s{logra[phase]:>9.3f}s"
             f"{logra[phase] / dense[phase]:>8.2f}"
         )
-    if "probe_seconds" in figures:
-        seconds = figures["probe_seconds"]
+    if figures["mode"] == "kl_budget":
+        seconds = logra["probe"]
         print(
             f"probe       {'':10}{seconds:>9.3f}s: {100 * seconds / logra['step']:.1f} % of a step "
             f"(limit: {100 * PROBE_LIMIT:.0f} %)"

@@ -105,6 +105,26 @@ def read_tensor(path: Path, name: str, entry: Entry, rows: tuple[int, int] | Non
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
+def file_head(
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: dict[str, str]
+) -> bytes:
+    """What comes before the tensors' bytes: the header and its length.
+
+    Args:
+        tensors: name, shape and type of each, in the order of their bytes.
+        metadata: text that goes with them.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    place = 0
+    for name, shape, dtype in tensors:
+        end = place + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
 class Writer:
     """A file whose tensors are given one after the other.
 
@@ -116,17 +136,9 @@ class Writer:
     def __init__(
         self, path: Path, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
     ) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        place = 0
-        for name, shape, dtype in tensors:
-            end = place + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [place, end]}
-            place = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._left = place
+        self._left = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in tensors)
         self._file: BinaryIO = path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.write(file_head(tensors, {"format": "pt"}))
 
     def write(self, piece: Tensor) -> None:
         """Write the bytes of the next tensor, or of the next piece of it, one below the other."""

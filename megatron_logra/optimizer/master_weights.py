@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 import torch
 from torch import distributed as dist
 
-_BLOCK = {"cpu": 2**18}
-"""Elements of a weight that are updated at once: on a CPU what its caches hold, else all."""
+_CPU_BLOCK = 2**18
+"""Elements of a weight that a CPU updates at once, since its caches hold them; GPUs take all."""
 
 
 class MasterWeight(Protocol):
@@ -162,7 +162,7 @@ def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     Holders of the same part update the same blocks: they call for the same matrix products, and
     agree bit for bit.
     """
-    size = _BLOCK.get(weight.device.type, weight.numel())
+    size = _CPU_BLOCK if weight.device.type == "cpu" else weight.numel()
     count = max(1, size // weight.shape[1])
     for start in range(0, len(weight), count):
         yield slice(start, start + count)

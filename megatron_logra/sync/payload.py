@@ -16,13 +16,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from megatron_logra.model.safetensors_io import NAMES
+from megatron_logra.model.safetensors_io import file_head
 
 MAGIC = b"LOGRA\0\0\1"
 _PREFIX = len(MAGIC) + 32
@@ -86,29 +86,19 @@ class Block:
 def encode(header: Header, blocks: Iterable[Block]) -> bytearray:
     """A piece as bytes, in memory once: weights are too many to be copied about."""
     blocks = list(blocks)
-    table: list[dict[str, Any]] = []
-    entries: dict[str, Any] = {}
-    place = 0
-    for number, block in enumerate(blocks):
-        end = place + block.tensor.nbytes
-        entries[str(number)] = {
-            "dtype": NAMES[block.tensor.dtype],
-            "shape": list(block.tensor.shape),
-            "data_offsets": [place, end],
-        }
-        place = end
-        described = {k: getattr(block, k) for k in ("use", "name", "shape", "axis", "ranges")}
-        table.append(described)
+    described = ("use", "name", "shape", "axis", "ranges")
+    table = [{key: getattr(block, key) for key in described} for block in blocks]
     metadata = {"header": json.dumps(asdict(header)), "blocks": json.dumps(table)}
-    text = json.dumps({"__metadata__": metadata, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    first = _PREFIX + 8 + len(text)
-    piece = bytearray(first + place)
-    piece[_PREFIX:first] = len(text).to_bytes(8, "little") + text
+    tensors = [block.tensor for block in blocks]
+    head = file_head([(str(n), tuple(t.shape), t.dtype) for n, t in enumerate(tensors)], metadata)
+    place = _PREFIX + len(head)
+    piece = bytearray(place + sum(tensor.nbytes for tensor in tensors))
+    piece[_PREFIX:place] = head
     whole = torch.frombuffer(piece, dtype=torch.uint8)
-    for block, entry in zip(blocks, entries.values(), strict=True):
-        start, end = (first + offset for offset in entry["data_offsets"])
-        whole[start:end].copy_(block.tensor.detach().contiguous().view(-1).view(torch.uint8))
+    for tensor in tensors:
+        end = place + tensor.nbytes
+        whole[place:end].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        place = end
     piece[:_PREFIX] = MAGIC + hashlib.sha256(memoryview(piece)[_PREFIX:]).digest()
     return piece
 
