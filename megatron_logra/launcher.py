@@ -167,7 +167,7 @@ class _Tended:
 
 
 def _watch(
-    processes: list[subprocess.Popen[bytes]], tended: list[_Tended], interrupted: threading.Event
+    processes: list[subprocess.Popen[bytes]], tended: list[_Tended], interrupted: stopping.Request
 ) -> dict[int, int]:
     """Wait until all have ended; returns the exit codes by rank of those not killed here."""
     codes: dict[int, int] = {}
@@ -177,7 +177,7 @@ def _watch(
             code = process.poll()
             if code is not None and rank not in codes:
                 codes[rank] = code
-        if deadline is None and (interrupted.is_set() or any(codes.values())):
+        if deadline is None and (interrupted.made or any(codes.values())):
             deadline = time.monotonic() + _GRACE_S
         for group in tended if deadline is None else ():
             code = group.tend()
@@ -205,16 +205,16 @@ def _exit_code(codes: dict[int, int]) -> int:
 
 
 @contextlib.contextmanager
-def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[threading.Event]:
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[stopping.Request]:
     """Send SIGTERM and SIGUSR1 on to the ranks.
 
-    A keyboard's SIGINT reaches them by itself; it sets the event that is yielded.
+    A keyboard's SIGINT reaches them by itself; it makes the request that is yielded.
     """
-    interrupted = threading.Event()
+    interrupted = stopping.Request()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            interrupted.set()
+            interrupted.make()
             return
         for process in processes:
             process.send_signal(number)  # not sent to one that has ended

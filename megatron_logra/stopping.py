@@ -157,9 +157,24 @@ def handled(
             signal.signal(number, own)
 
 
+class Request:
+    """Whether a signal has asked to stop.
+
+    A plain flag: `threading.Event` takes a lock, and a second signal that comes while the first
+    one's handler holds it would wait for itself.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def make(self, _number: int = 0, _frame: FrameType | None = None) -> None:
+        """Ask; as a signal's handler, too."""
+        self.made = True
+
+
 @contextmanager
-def requests() -> Iterator[threading.Event]:
-    """An event that a request to stop sets, so that the step it comes in is finished first."""
-    stop = threading.Event()
-    with handled(lambda *_: stop.set()):
-        yield stop
+def requests() -> Iterator[Request]:
+    """What a request to stop sets, so that the step it comes in is finished first."""
+    request = Request()
+    with handled(request.make):
+        yield request

@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import stat
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,29 @@ from test_trainer import config_for, measured
 from megatron_logra import attempts, checkpoint, stopping
 from megatron_logra.errors import StopRequested, UserError
 from megatron_logra.rl import trainer
+
+_ASKED_AGAIN = """
+import signal, sys
+from megatron_logra import stopping
+
+def ask_again(*_):
+    signal.raise_signal(signal.SIGTERM)
+    return ask_again
+
+with stopping.requests() as request:
+    sys.settrace(ask_again)  # at every line of the handler
+    signal.raise_signal(signal.SIGUSR1)
+    sys.settrace(None)
+print(request.made)
+"""
+
+
+def test_a_request_that_comes_while_another_is_handled_hangs_nothing() -> None:
+    # Slurm's reaches a study and its run, which gets the study's as well.
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKED_AGAIN], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 class Clock:

@@ -156,10 +156,10 @@ class Trainer:
             self.progress,
             self.telemetry,
             self._open_metrics() as writer,
-            stopping.requests() as requested,
+            stopping.requests() as request,
         ):
             if self.workers is not None:
-                self.workers.engine.stop_requested = requested.is_set
+                self.workers.engine.stop_requested = lambda: request.made
             while state.step < config.train.steps:
                 begun = time.perf_counter()
                 record = self._blank_record()
@@ -185,7 +185,7 @@ class Trainer:
                     raise
                 self.deadline.step_took(time.perf_counter() - begun)
                 out_of_time = distributed.rank() == 0 and not last and self.deadline.reached()
-                stop = distributed.any_rank(requested.is_set() or out_of_time)
+                stop = distributed.any_rank(request.made or out_of_time)
                 if last and config.eval.at_end:
                     try:
                         after = self._evaluate(record)
