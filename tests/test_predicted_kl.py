@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,18 @@ def test_fp32_predictions_are_realised_at_every_layout(layout, ranks, directory,
 def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, directory, seed):
     """What is realised in bf16 has the rounding of the weights in it (see also `test_step`)."""
     size, parallel = {"one": (1, {}), **LAYOUTS}[layout]
-    ((exact,),) = ranks.run(1, table, directory, {}, seed, (2e-3,))
     sections = {"parallel": parallel, "train": {"precision": "bf16", "micro_batch_size": 2}}
-    for (row,) in ranks.run(size, table, directory, sections, seed, (2e-3,)):
-        # Differences are taken where the curve bends, above the rounding.
-        for name, room in zip(ESTIMATORS, (0.1, 0.25), strict=True):
-            assert row.predicted[name] == pytest.approx(exact.predicted["forward_ad"], rel=room)
-        assert row.realised == pytest.approx(row.scaled, rel=0.3)
+    off: dict[str, list[float]] = {name: [] for name in ESTIMATORS}
+    for drawn in (seed, seed + 1, seed + 2):
+        ((exact,),) = ranks.run(1, table, directory, {}, drawn, (2e-3,))
+        for (row,) in ranks.run(size, table, directory, sections, drawn, (2e-3,)):
+            for name in ESTIMATORS:
+                off[name].append(row.predicted[name] / exact.predicted["forward_ad"] - 1)
+            assert row.realised == pytest.approx(row.scaled, rel=0.3)
+    assert max(map(abs, off["forward_ad"])) < 0.1
+    # Now and then a direction bends too much where differences are taken, above the rounding.
+    assert abs(statistics.median(off["finite_difference"])) < 0.1
+    assert max(map(abs, off["finite_difference"])) < 0.25
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

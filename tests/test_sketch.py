@@ -10,7 +10,7 @@ from training import backward, make_learner
 
 from megatron_logra import planner
 from megatron_logra.errors import UserError
-from megatron_logra.sketch.capture import SketchCapture
+from megatron_logra.sketch.capture import SketchCapture, round_to_bf16
 
 LENGTHS = [[17, 9], [12, 20], [5, 31]]
 
@@ -248,3 +248,16 @@ def test_counted_bytes_equal_the_planners(kind, sections, tmp_path, pg, generato
 
     assert learner.step(probe_of(batches[0])).applied
     assert learner.memory_bytes() == planner.static_memory(cfg)
+
+
+def test_rounding_by_chance_is_to_a_neighbour_and_right_on_average(generator):
+    values = torch.randn(3, 5, 7, generator=generator) * 10.0 ** torch.randint(
+        -6, 6, (3, 5, 7), generator=generator
+    )
+    drawn = [round_to_bf16(values.clone(), generator).double() for _ in range(4000)]
+    mean = torch.stack(drawn).mean(dim=0)
+    # bf16's numbers around x > 0 are at most 2⁻⁷ x apart.
+    assert all(((d - values).abs() < values.abs() / 128).all() for d in drawn)
+    assert ((mean - values).abs() < values.abs() / 128 * 0.05).all()  # six standard errors
+    exact = torch.tensor([1.0, -2.5, 0.0])
+    assert torch.equal(round_to_bf16(exact.clone(), generator).float(), exact)

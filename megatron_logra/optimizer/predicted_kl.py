@@ -6,14 +6,15 @@ averaged over the probe's generated positions. There are two ways to ż; neither
 - `forward_ad`: one forward-mode pass, by the rules of `optimizer.forward_ad`. Where the model's own
   layers have no rules and are Transformer Engine's, through a twin of local layers (`model.twin`).
 - `finite_difference`: two passes with the low-rank update as a side path of length ±ε in every
-  target. The last hidden states' half difference s is ε times their derivative up to O(ε³), and the
+  target. The last hidden states' half difference over ε is their derivative up to O(ε²), and the
   output layer is differentiated exactly, so that no small difference of rounded logits is taken.
-  Then ½ Var_p of s is the KL at ε, and the KL at 1 is 1/ε² of it. In bf16 rounding adds to it what
-  does not shrink with ε. A third pass at ε = 0 measures that: the half second difference
-  c = (h₊ + h₋)/2 - h₀ holds three times the noise of s, so a third of its ½ Var_p is taken off
-  (with c's own O(ε⁴)). ε is chosen such that the KL at ε is near `AIM`, far above rounding noise
-  and far below where the O(ε²) error counts. It starts from the KL that is expected, and is
-  corrected if that was far off.
+  ε is chosen such that the KL at ε is near `AIM`: far above rounding noise and far below where the
+  curve bends. It starts from the KL that is expected, and is corrected if that was far off.
+  In bf16 no length is both, so that two more passes are taken, at ±2ε. With v_ij half the
+  covariance of the two slopes (1 at ε, 2 at 2ε),
+      v₁₁ = KL (1 + 2a) + n,    v₁₂ = KL (1 + 5a),    v₂₂ = KL (1 + 8a) + n/4
+  for a bend a in proportion to ε², to its first order, and noise of variance n, independent from
+  pass to pass. Solved for the KL: (v₁₁ + 6 v₁₂ - 4 v₂₂) / 3.
 
 The prediction is of the targets' update alone: where non-targets are trained by Adam, their part of
 the step is in the realised KL only.
@@ -22,9 +23,10 @@ the step is in the realised KL only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import Any, Literal
 
 import torch
@@ -43,8 +45,8 @@ from megatron_logra.model.twin import has_twin, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
-AIM = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
-"""KL at which finite differences are taken, nats per token, by the activations' type."""
+AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+"""KL at ε of finite differences, nats per token, by the activations' type."""
 BAND = 2.0
 """Factor by which the KL at ε may miss `AIM` without another try."""
 TRIES = 6
@@ -153,7 +155,7 @@ class PredictedKL:
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return self._half_variances(_select(hidden, mask).split(self.chunk), logits_fn)
+                return self._half_variances(_select(hidden, mask), logits_fn)
 
             with rules.forward_mode(), self.capture.tangent():
                 found = self._run(part, head, tangents=True)
@@ -161,69 +163,86 @@ class PredictedKL:
         return self._means(total, probe)[0]
 
     def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
-        aim = AIM[self.capture.targets[0].weight.dtype]
+        dtype = self.capture.targets[0].weight.dtype
+        aim, lengths = AIM[dtype], (1,) if dtype == torch.float32 else (1, 2)
         step = math.sqrt(aim / expected)
         for _ in range(TRIES):
-            moved, noise = self._at(probe, step)
+            slopes = self._slopes_at(probe, step, lengths)
+            moved = slopes[0] * step**2
             if not math.isfinite(moved) or aim / BAND <= moved <= aim * BAND:
                 break
             # At 0 nothing moves, or what moved was rounded away.
             step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
-        return (moved - noise) / step**2
+        if len(lengths) == 1:
+            return slopes[0]
+        near, cross, far = slopes
+        return (near + 6 * cross - 4 * far) / 3
 
-    def _at(self, probe: ProbeBatch, step: float) -> tuple[float, float]:
-        """½ Var_p(ε ż/T) by differences over ±ε, and what rounding adds to it, nats per token."""
-        total = torch.zeros(2, dtype=torch.float64, device=probe.tokens.device)
-        noisy = self.capture.targets[0].weight.dtype != torch.float32
+    def _slopes_at(self, probe: ProbeBatch, step: float, lengths: Sequence[int]) -> list[float]:
+        """½ Cov_p of the derivatives ż/T by differences over ±step times each length.
+
+        Returns:
+            That of each pair of lengths, nats per token: (1, 1); or (1, 1), (1, 2), (2, 2).
+        """
+        pairs = len(lengths) * (len(lengths) + 1) // 2
+        total = torch.zeros(pairs, dtype=torch.float64, device=probe.tokens.device)
+        *first, last = [sign * step * length for length in lengths for sign in (1, -1)]
         for part in self._parts(probe):
-            ahead = self._hidden_at(part, step)
-            middle = self._hidden_at(part, 0.0) if noisy else None
+            before = [self._hidden_at(part, scale, seed) for seed, scale in enumerate(first)]
 
-            def head(  # type: ignore[no-untyped-def]
-                hidden: torch.Tensor,
-                logits_fn: LogitsFn,
-                mask=part.mask,
-                ahead=ahead,
-                middle=middle,
-            ) -> torch.Tensor:
-                behind = _select(hidden, mask)
-                mean, slope = (ahead + behind) / 2, (ahead - behind) / 2
-                with rules.forward_mode():
-                    if middle is None:
-                        moved = self._moments(mean, slope, logits_fn)
-                        return torch.stack([moved, torch.zeros_like(moved)])
-                    moved = self._moments(middle, slope, logits_fn)
-                    return torch.stack([moved, self._moments(middle, mean - middle, logits_fn) / 3])
+            def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, before=before):  # type: ignore[no-untyped-def]
+                ends = [end.float() for end in (*before, _select(hidden, mask))]
+                ahead, behind = ends[::2], ends[1::2]
+                means = [(a + b) / 2 for a, b in zip(ahead, behind, strict=True)]
+                middle = means[0] if len(means) == 1 else (4 * means[0] - means[1]) / 3
+                slopes = [
+                    (a - b) / (2 * step * length)
+                    for a, b, length in zip(ahead, behind, lengths, strict=True)
+                ]
+                return self._half_covariances(
+                    middle.to(hidden.dtype), [slope.to(hidden.dtype) for slope in slopes], logits_fn
+                )
 
-            with self.capture.side_path(-step, seed=1):
+            with self.capture.side_path(last, seed=len(first)):
                 found = self._run(part, head)
             total += 0 if found is None else found
-        moved, noise = self._means(total, probe)
-        return moved, noise
+        return self._means(total, probe)
 
-    def _hidden_at(self, part: ProbeBatch, step: float) -> Any:
-        """The last hidden states at the mask, [n, 1, h], with a side path of length `step`."""
-        with self.capture.side_path(step):
+    def _hidden_at(self, part: ProbeBatch, scale: float, seed: int) -> Any:
+        """The last hidden states at the mask, [n, 1, h], with a side path of length `scale`."""
+        with self.capture.side_path(scale, seed):
             return self._run(part, _picker(part))
 
-    def _moments(
-        self, hidden: torch.Tensor, change: torch.Tensor, logits_fn: LogitsFn
+    def _half_covariances(
+        self, hidden: torch.Tensor, changes: Sequence[torch.Tensor], logits_fn: LogitsFn
     ) -> torch.Tensor:
-        """Σ ½ Var_p(ż/T) for a change of the last hidden states; both [n, 1, h]."""
-        pieces = zip(hidden.split(self.chunk), change.split(self.chunk), strict=True)
-        duals = (forward_ad.make_dual(*piece) for piece in pieces)
-        return self._half_variances(duals, logits_fn)
-
-    def _half_variances(self, hidden: Iterable[torch.Tensor], logits_fn: LogitsFn) -> torch.Tensor:
-        """Σ ½ Var_p(ż/T) over positions; hidden states [n, 1, h] with tangents, in pieces."""
+        """Σ ½ Cov_p(ż/T) over positions, for changes of the last hidden states; all [n, 1, h]."""
         found: torch.Tensor | float = 0.0
-        for piece in hidden:
-            dual = forward_ad.unpack_dual(logits_fn(piece))
-            if dual.tangent is None:
-                raise rules.MissingRule("the output layer loses forward mode's tangent")
-            found = found + self._half_variance(dual.primal, dual.tangent).sum()
+        with rules.forward_mode():
+            for piece, *parts in zip(
+                *(t.split(self.chunk) for t in (hidden, *changes)), strict=True
+            ):
+                duals = (logits_fn(forward_ad.make_dual(piece, part)) for part in parts)
+                logits, tangents = zip(*map(self._dual, duals), strict=True)
+                found = found + self._half_covariance(logits[0], tangents).sum(dim=-1)
         assert isinstance(found, torch.Tensor)
         return found
+
+    def _half_variances(self, hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
+        """Σ ½ Var_p(ż/T) over positions, [1]; hidden states [n, 1, h] with tangents."""
+        found: torch.Tensor | float = 0.0
+        for piece in hidden.split(self.chunk):
+            logits, tangent = self._dual(logits_fn(piece))
+            found = found + self._half_covariance(logits, [tangent]).sum(dim=-1)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    @staticmethod
+    def _dual(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dual = forward_ad.unpack_dual(logits)
+        if dual.tangent is None:
+            raise rules.MissingRule("the output layer loses forward mode's tangent")
+        return dual.primal, dual.tangent
 
     # --- which estimator --------------------------------------------------------------------
 
@@ -257,7 +276,7 @@ class PredictedKL:
         few = ProbeBatch(*(own_share(field[:1, :count], self.pg.cp) for field in fields))
 
         def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
-            return self._half_variances([hidden[:1]], logits_fn)
+            return self._half_variances(hidden[:1], logits_fn)
 
         lack = None
         with self._probing():
@@ -291,15 +310,27 @@ class PredictedKL:
         all_reduce(totals, self.pg.pp)  # zero everywhere but on the last stage
         return (all_reduce(totals, self.pg.dp_cp) / probe.mask.sum()).tolist()
 
-    def _half_variance(self, logits: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-        """½ Var_p(ż/T) of each position, float64 [n]; logits and tangent [n, 1, vocab/tp]."""
+    def _half_covariance(
+        self, logits: torch.Tensor, tangents: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """½ Cov_p(ż/T) of each pair of tangents, float64 [pairs, n].
+
+        Logits and tangents are [n, 1, vocab/tp].
+        """
         weights = torch.softmax(logits.float() / self.temperature, dim=-1)
         if self.pg.tp.size() > 1:
             weights *= self._share_of_mass(logits.float() / self.temperature)
-        change = tangent.float() / self.temperature
-        mean = all_reduce((weights * change).sum(dim=-1, keepdim=True), self.pg.tp)
-        spread = all_reduce((weights * (change - mean).square()).sum(dim=-1), self.pg.tp)
-        return 0.5 * spread.double()
+        changes = [tangent.float() / self.temperature for tangent in tangents]
+        sums = torch.stack([(weights * change).sum(dim=-1, keepdim=True) for change in changes])
+        for change, mean in zip(changes, all_reduce(sums, self.pg.tp), strict=True):
+            change -= mean
+        spread = torch.stack(
+            [
+                (weights * one * other).sum(dim=-1).squeeze(-1)
+                for one, other in combinations_with_replacement(changes, 2)
+            ]
+        )
+        return 0.5 * all_reduce(spread, self.pg.tp).double()
 
     def _share_of_mass(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's share of the softmax's mass at each position, [n, 1, 1]."""

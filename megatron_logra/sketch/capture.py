@@ -84,6 +84,20 @@ class SketchProxies(MegatronModule):
             self.register_parameter(target.name.replace(".", "/"), target.proxy)
 
 
+def round_to_bf16(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """fp32 values as bf16: one of the two beside each, by chance, so that the mean is the value.
+
+    The values are overwritten.
+    """
+    # Four draws of 16 bits from each of 64: drawing is most of the work.
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
+    words.random_(-(1 << 63), None, generator=generator)
+    noise = words.view(torch.int16)[: values.numel()].view(values.shape)
+    # bf16 is the high half of fp32: the sum carries over with the low half as its probability.
+    bits = values.view(torch.int32).add_(noise).add_(1 << 15)
+    return bits.bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+
+
 class SketchCapture:
     """The hooks on all targets of this rank's model chunks, and the projections they use.
 
@@ -309,16 +323,11 @@ class SketchCapture:
         In bf16 rounded stochastically: an output is on bf16's grid already, and rounding to the
         nearest would take back every change of less than half its distance.
         """
-        assert self._side_path is not None
+        assert self._side_path is not None and self._rounding is not None
         moved = output.float().sub_(change.float(), alpha=self._side_path)
         if output.dtype != torch.bfloat16:
             return moved.to(output.dtype)
-        bits = moved.view(torch.int32)
-        noise = torch.randint(
-            0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=self._rounding
-        )
-        # bf16 is the high half of fp32: the sum carries over with the low half as its probability.
-        return bits.add_(noise).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+        return round_to_bf16(moved, self._rounding)
 
     def _add_tangent(self, index: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """ẏ += -(x Aᵀ) Dᵀ."""
