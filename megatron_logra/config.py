@@ -261,6 +261,20 @@ class RolloutWorkersConfig(Section):
         return self.tensor * self.pipeline
 
 
+class RolloutLayoutConfig(Section):
+    """A layout of their own in which the training ranks generate."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel ranks; all that are left over hold copies, and share the problems."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline stages."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The same as the training layout has it."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
+
+
 class DynamicEngineConfig(Section):
     """What `rollout.engine: dynamic` has besides: a paged KV cache, and CUDA graphs."""
 
@@ -287,9 +301,13 @@ class RolloutConfig(Section):
     """Of the dynamic engine."""
     placement: Literal["colocated", "separate"] = "colocated"
     """`colocated`: the training ranks generate; `separate`: `workers` do."""
+    layout: RolloutLayoutConfig | None = None
+    """colocated: generate with a copy of the weights in this layout. Default: with the trainer's
+    own, in its layout."""
     sync: Literal["shared", "sketch", "dense"] = "shared"
     """`shared`: rollouts read the trainer's own weights (colocated); `sketch`: workers apply the
-    factors of each update; `dense`: they get whole weights each time (separate)."""
+    factors of each update (separate); `dense`: workers get whole weights each time (separate), or
+    Megatron reshards them to the copy (colocated, with `layout`)."""
     transport: Literal["files", "gloo", "nccl"] = "files"
     """How weights get to separate workers: `files` in `exchange_dir`; `gloo`, `nccl`: over process
     groups, from the trainer's host memory or its GPUs."""
@@ -440,6 +458,12 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def generating(self) -> Config:
+        """This, with the layout in which the run's ranks generate as `parallel`."""
+        layout = self.rollout.layout
+        return self if layout is None else self.model_copy(update={"parallel": layout.parallel})
+
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, data: Any) -> Any:
@@ -449,10 +473,23 @@ class Config(Section):
     @model_validator(mode="after")
     def _placement(self) -> Config:
         rollout = self.rollout
-        if (rollout.placement == "colocated") != (rollout.sync == "shared"):
+        if rollout.layout is not None:
+            if rollout.placement != "colocated" or rollout.sync != "dense":
+                raise ValueError(
+                    "rollout.layout: expected with rollout.placement=colocated and "
+                    f"rollout.sync=dense, got {rollout.placement} and {rollout.sync}; workers have "
+                    "rollout.workers.tensor and .pipeline"
+                )
+            if self.parallel.virtual_pipeline > 1:
+                raise ValueError(
+                    f"rollout.layout: parallel.virtual_pipeline={self.parallel.virtual_pipeline} "
+                    "cannot be resharded; expected 1"
+                )
+        elif (rollout.placement == "colocated") != (rollout.sync == "shared"):
             raise ValueError(
-                "rollout.sync: expected shared with rollout.placement=colocated, sketch or dense "
-                f"with separate; got {rollout.sync} with {rollout.placement}"
+                "rollout.sync: expected shared with rollout.placement=colocated (or dense with a "
+                "rollout.layout), sketch or dense with separate; got "
+                f"{rollout.sync} with {rollout.placement}"
             )
         if rollout.sync == "sketch" and self.optimizer.kind == "adam":
             raise ValueError("rollout.sync: sketch needs optimizer.kind=logra; expected dense")
@@ -462,11 +499,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.transport: {rollout.transport} needs rollout.placement=separate"
             )
-        unfit = self.parallel.unfit_for_inference
-        if unfit and rollout.engine == "dynamic" and rollout.placement == "colocated":
+        unfit = self.parallel.unfit_for_inference if rollout.sync == "shared" else None
+        if unfit and rollout.engine == "dynamic":
             raise ValueError(f"rollout.engine: dynamic cannot have {unfit}; expected 1, or static")
-        if rollout.placement == "separate" and self.algorithm.name == "sft":
-            raise ValueError("rollout.placement: separate is of no use to algorithm sft")
+        if self.algorithm.name == "sft" and rollout.sync != "shared":
+            key = "layout:" if rollout.layout is not None else "placement: separate"
+            raise ValueError(f"rollout.{key} is of no use to algorithm sft")
         return self
 
     @model_validator(mode="after")
@@ -512,7 +550,7 @@ def require_servable(config: Config, *, follow: bool) -> None:
         UserError: a layout that Megatron's inference engine has no use for, or no trainer to
             `follow`.
     """
-    unfit = config.parallel.unfit_for_inference
+    unfit = config.generating.parallel.unfit_for_inference
     if unfit is not None:
         raise UserError(f"{unfit}: serve takes 1 only, as Megatron's engine does")
     if follow and config.rollout.placement != "separate":

@@ -82,11 +82,11 @@ def make_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def check_layout(parallel: ParallelConfig, ranks: int) -> None:
-    """Raise `UserError` unless `ranks` ranks can hold the layout."""
+def check_layout(parallel: ParallelConfig, ranks: int, section: str = "parallel") -> None:
+    """Raise `UserError` unless `ranks` ranks can hold the layout, which `section` asks for."""
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
     needed = parallel.tensor * parallel.pipeline * parallel.context
-    keys = ", ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    keys = ", ".join(f"{section}.{name}={size}" for name, size in sizes.items() if size > 1)
     if needed > ranks or ranks % needed:
         raise UserError(f"{keys}: need a multiple of {needed} ranks, but this run has {ranks}")
     if parallel.expert > ranks // needed * parallel.context:

@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_logra import checkpoint, distributed, platform
 from megatron_logra.config import Config
 from megatron_logra.errors import UserError
+from megatron_logra.memory import storage_bytes
 from megatron_logra.model.gpt import build_chunks, transformer_config
 from megatron_logra.optimizer.learner import Learner
 from megatron_logra.planner import report
@@ -64,6 +65,8 @@ def run(cfg: Config, ranks: int | None) -> dict[str, Any]:
     shards.check()
     if planned["rollout_worker"] is not None:
         _check_worker(cfg, planned["rollout_worker"])
+    if planned["rollout_copy"] is not None:
+        _check_copy(cfg, layout.ranks, planned["rollout_copy"])
     file = Path(cfg.logging.run_dir) / PLAN_FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +114,17 @@ def _check_worker(cfg: Config, planned: dict[str, int]) -> None:
             held.append(receiver.memory_bytes())
     if {kind: planned[kind] for kind in report.WORKER_KINDS} not in held:
         raise RuntimeError(f"a rollout worker holds other bytes than planned: {held}")
+
+
+def _check_copy(cfg: Config, ranks: int, planned: dict[str, int]) -> None:
+    """Build the model that generates in a layout of its own; its largest rank is as planned."""
+    held = []
+    for rank in range(ranks):
+        with _as_rank(cfg.generating, rank, ranks) as pg:
+            chunks = build_chunks(*transformer_config(cfg.generating), pg)
+            held.append(storage_bytes(p for chunk in chunks for p in chunk.parameters()))
+    if planned["weights"] not in held:
+        raise RuntimeError(f"a copy that generates holds other bytes than planned: {held}")
 
 
 @contextmanager

@@ -51,6 +51,7 @@ _BYTES = {
     "sketches": "sketch buffers",
     "projections": "projections as drawn for the current update",
     "static": "all of the above",
+    "rollout_copy": "weights in the layout of `rollout.layout`, beside these",
     "peak": "highest memory in use: of the GPU, or resident memory of the process",
 }
 _PHASES = {
@@ -103,9 +104,9 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("comm/gradient_bytes", "bytes", "sent by a rank to reduce dense gradients"),
     Metric("comm/sketch_bytes", "bytes", "sent by a rank to reduce sketches"),
     Metric("comm/parameter_bytes", "bytes", "sent by a rank to gather parameters and factors"),
-    Metric("sync/bytes", "bytes", "sent to rollout workers"),
+    Metric("sync/bytes", "bytes", "sent to rollout workers, or to copies that generate"),
     Metric("sync/seconds", "s", "of the trainer, to send them"),
-    Metric("sync/version", "count", "policy version of the rollout workers"),
+    Metric("sync/version", "count", "policy version of who generates"),
     Metric("sync/drift_max", "weight", "largest difference to the trainer's weights"),
     Metric("host/rss_bytes", "bytes", "highest resident memory of a rank and its scorers"),
     Metric("host/memory_used", "fraction", "of the machine's memory, by everything on it; highest"),

@@ -61,6 +61,8 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         `activations` (an estimate), `total` = static + activations, `rollout_cache` (keys and
         values while generating, when no activations are held), and `comm`, bytes sent per step by
         collective. `rollout_worker`: bytes of its largest rank, or None if rollouts are colocated.
+        `rollout_copy`: what a `rollout.layout` adds to each rank, `weights` and `rollout_cache` of
+        the largest, or None without one.
         `fits`: whether the largest ranks stay within `gpu_memory` GiB in both phases.
 
     Raises:
@@ -87,6 +89,7 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         for kind in ALL_KINDS
     }
     worker = _worker(cfg) if cfg.rollout.placement == "separate" else None
+    copy = _copy(cfg, layout.ranks) if cfg.rollout.layout is not None else None
     return {
         "ranks": layout.ranks,
         "layout": asdict(layout),
@@ -94,10 +97,11 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         "gpu_memory": round(gpu_memory * GIB),
         "largest": largest,
         "fits": {
-            kind: max(_needed(sizes), _needed(worker or sizes)) <= gpu_memory * GIB
+            kind: max(_needed(sizes, copy), _needed(worker or sizes, copy)) <= gpu_memory * GIB
             for kind, sizes in largest.items()
         },
         "rollout_worker": worker,
+        "rollout_copy": copy,
         "per_rank": per_rank,
     }
 
@@ -148,9 +152,31 @@ def _worker(cfg: Config) -> dict[str, int]:
     return max(found, key=_needed)
 
 
-def _needed(sizes: dict[str, Any]) -> int:
-    """Most bytes at a time: in forward-backward passes or in rollouts."""
-    return int(sizes["static"] + max(sizes.get("activations", 0), sizes["rollout_cache"]))
+def _copy(cfg: Config, ranks: int) -> dict[str, int]:
+    """Sizes of the model with which `ranks` training ranks generate in a layout of their own."""
+    own = cfg.generating
+    frozen = own.optimizer.model_copy(update={"non_targets": "freeze"})
+    own = own.model_copy(update={"optimizer": frozen})
+    try:
+        layout = layout_of(own, ranks)
+        model = Model(own, layout)
+    except UserError as error:
+        raise UserError(f"rollout.layout: {error}") from None
+    found = []
+    for number in range(layout.pipeline):
+        stage = model.stage(number, "logra")
+        weights = StageBuffers(model, stage).static()[0]["weights"]
+        cache = PassEstimate(model, stage).rollout_cache()
+        found.append({"weights": weights, "rollout_cache": cache})
+    return max(found, key=lambda sizes: sum(sizes.values()))
+
+
+def _needed(sizes: dict[str, Any], copy: dict[str, int] | None = None) -> int:
+    """Most bytes at a time: in forward-backward passes or in rollouts, of a `copy` if there is."""
+    held, cache = sizes["static"], sizes["rollout_cache"]
+    if copy is not None:
+        held, cache = held + copy["weights"], copy["rollout_cache"]
+    return int(held + max(sizes.get("activations", 0), cache))
 
 
 def table(found: dict[str, Any], cfg: Config, kinds: Sequence[Kind]) -> str:
@@ -161,8 +187,18 @@ def table(found: dict[str, Any], cfg: Config, kinds: Sequence[Kind]) -> str:
         lines.append(_gib_row(name, [sizes[name] for sizes in largest.values()]))
     for name in ("activations", "total"):
         lines.append(_gib_row(f"{name} (estimate)", [sizes[name] for sizes in largest.values()]))
-    worker = found["rollout_worker"]
-    if worker is None:
+    worker, copy = found["rollout_worker"], found["rollout_copy"]
+    if copy is not None:
+        held = copy["weights"]
+        rows = {
+            "copy that generates": [held for _ in kinds],
+            "total (estimate) + copy": [sizes["total"] + held for sizes in largest.values()],
+            "or static + copy + rollout cache": [
+                sizes["static"] + sum(copy.values()) for sizes in largest.values()
+            ],
+        }
+        lines += [_gib_row(name, numbers) for name, numbers in rows.items()]
+    elif worker is None:
         numbers = [sizes["static"] + sizes["rollout_cache"] for sizes in largest.values()]
         lines.append(_gib_row("or static + rollout cache", numbers))
     else:

@@ -133,6 +133,7 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
     Raises:
         UserError: no such checkpoint, or one of another model; a faulty environment.
     """
+    config = config.generating
     join_ranks(config)
     environment = build_environment(config.environment, config.train.seed)
     try:
@@ -179,7 +180,7 @@ def generate(
 
     Which weights they are from is said on standard error.
     """
-    policy = build_policy(config)
+    policy = build_policy(config.generating)
     source = load_checkpoint(policy, checkpoint)
     sampling = config.rollout.sampling
     tokens = [policy.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]

@@ -159,7 +159,35 @@ def build_policy(config: Config) -> Policy:
         UserError: the configuration does not fit the model, its files, the ranks or the machine.
     """
     join_ranks(config)
-    pg = distributed.initialize(config.parallel, config.train.seed)
+    policy, bridged = _build(config, distributed.initialize(config.parallel, config.train.seed))
+    if config.model.hf is not None:
+        if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
+            policy.load_weights(Path(config.model.hf))
+        elif bridged:
+            bridged.load_hf_weights()
+        else:
+            for chunk in policy.chunks:
+                load_hf_weights(config.model.hf, chunk)
+    return policy
+
+
+def build_copy(config: Config, pg: ProcessGroupCollection) -> Policy:
+    """The model once more on the run's ranks, with weights that are still to come, to generate.
+
+    Args:
+        config: with the copy's own layout as `parallel`.
+        pg: the groups of that layout.
+
+    Raises:
+        UserError: see `build_policy`.
+    """
+    policy, _ = _build(config, pg)
+    for chunk in policy.chunks:
+        chunk.requires_grad_(False).eval()
+    return policy
+
+
+def _build(config: Config, pg: ProcessGroupCollection) -> tuple[Policy, bridge.BridgedModel | None]:
     bridged = None
     if config.model.hf is not None and bridge.serves(config.model.hf):
         bridged = bridge.BridgedModel(config)
@@ -168,13 +196,4 @@ def build_policy(config: Config) -> Policy:
         tconfig, arguments = transformer_config(config)
     tokenizer = load_tokenizer(config.model, arguments.vocab_size)
     chunks = bridged.build(pg) if bridged else build_chunks(tconfig, arguments, pg)
-    policy = Policy(config, pg, tconfig, arguments, chunks, tokenizer)
-    if config.model.hf is not None:
-        if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
-            policy.load_weights(Path(config.model.hf))
-        elif bridged:
-            bridged.load_hf_weights()
-        else:
-            for chunk in chunks:
-                load_hf_weights(config.model.hf, chunk)
-    return policy
+    return Policy(config, pg, tconfig, arguments, chunks, tokenizer), bridged

@@ -40,6 +40,7 @@ from megatron_logra.rl.batch import Sample, micro_batches, probe_batch
 from megatron_logra.rl.environments import Mixture, Problem, build_environment
 from megatron_logra.rl.passes import Passes
 from megatron_logra.rl.policy import build_policy, join_ranks
+from megatron_logra.rl.rollout_copy import RolloutCopy, copy_groups
 from megatron_logra.rl.rollouts import Rollout, RolloutMaker, SampleLog
 from megatron_logra.rl.workers import Workers
 from megatron_logra.wandb_log import WandbLog
@@ -110,6 +111,7 @@ class Trainer:
         self.run_dir = Path(config.logging.run_dir)
         self.state = State()
         self.baseline = RunningBaseline(config.algorithm.baseline_ema)
+        copy_pg = copy_groups(config) if config.rollout.layout is not None else None
         self.policy = build_policy(config)
         if source is None and config.checkpoint.load is not None:
             self.policy.load_weights(Path(config.checkpoint.load))
@@ -129,8 +131,11 @@ class Trainer:
         self.workers = (
             Workers(config, self.learner) if config.rollout.placement == "separate" else None
         )
+        self.copy = RolloutCopy(config, self.policy, copy_pg) if copy_pg is not None else None
         self.maker = RolloutMaker(
-            self.policy, environment, self.workers.engine if self.workers else None
+            self.copy.policy if self.copy else self.policy,
+            environment,
+            self.workers.engine if self.workers else None,
         )
         self.maker.version = self.learner.update
         self.samples = SampleLog(
@@ -252,18 +257,19 @@ class Trainer:
             self.baseline.load_state_dict(baseline)
         if config.algorithm.name == "reinforce":
             record["reward/baseline"] = self.baseline.value
-        # Colocated, the engine reads the trainer's own weights: nothing is sent, nothing drifts.
+        # Who reads the trainer's own weights is sent nothing, and drifts nowhere.
         record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
         record["sync/version"] = self.learner.update
         record["sync/drift_max"] = 0.0 if self.workers is None else batch.drift
         return record
 
     def _sync(self, record: Record) -> None:
-        """Bring separate workers to the weights, if they have changed; `record` gets `sync/*`."""
-        if self.workers is None or self.maker.version == self.learner.update:
+        """Bring who generates to the weights, if they have changed; `record` gets `sync/*`."""
+        generating = self.workers or self.copy
+        if generating is None or self.maker.version == self.learner.update:
             return
         started = time.perf_counter()
-        record["sync/bytes"] = self.workers.publish()
+        record["sync/bytes"] = generating.publish()
         self.maker.version = self.learner.update
         record["time/sync_s"] = record["sync/seconds"] = time.perf_counter() - started
 
@@ -444,6 +450,7 @@ class Trainer:
         """Memory, communication and telemetry of the rank with most of it."""
         learner = self.learner
         own = {f"memory/{kind}_bytes": size for kind, size in learner.memory_bytes().items()}
+        own["memory/rollout_copy_bytes"] = self.copy.bytes if self.copy else 0
         own["memory/peak_bytes"] = memory.peak_bytes()
         own |= {f"comm/{kind}_bytes": size for kind, size in learner.comm_bytes().items()}
         taken = self.telemetry.take()

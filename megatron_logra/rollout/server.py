@@ -82,6 +82,7 @@ def run(
         UserError: the configuration does not fit the engine or the machine.
         RuntimeError: the engine or the coordinator has ended by itself.
     """
+    config = config.generating
     policy = build_policy(config)
     policy.require_rollouts()
     if len(set(distributed.each(socket.gethostname))) > 1:
