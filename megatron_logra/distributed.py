@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
@@ -203,6 +204,33 @@ def _result[T](outcome: tuple[T | None, str | None]) -> T:
     return cast(T, value)
 
 
+def hosted_store(
+    host: str, port: int, timeout: timedelta, *, ranks: int | None = None
+) -> dist.TCPStore:
+    """The store of `torch.distributed` that this process serves to the others of its job.
+
+    On this machine alone if `host` is: whoever reaches a store can write to it. By any other name
+    it listens on all addresses, for a host need not know its own.
+
+    Args:
+        host: by which the others find it.
+        port: 0 for a free one.
+        ranks: how many to wait for, this one among them; None waits for nobody.
+
+    Raises:
+        OSError: the port is taken.
+        torch.distributed.DistError: not all have come in time.
+    """
+    wait = ranks is not None
+    if host not in ("127.0.0.1", "localhost"):
+        return dist.TCPStore(host, port, ranks, True, timeout, wait_for_workers=wait)
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        port, place = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        host, port, ranks, True, timeout, wait_for_workers=wait, master_listen_fd=place
+    )
+
+
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -230,12 +258,17 @@ def _join(timeout: timedelta) -> None:
     if missing:
         raise UserError(f"{missing[0]}: not set although RANK and WORLD_SIZE are")
     patience = min(timeout, _LONGEST_JOIN)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it
     try:
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=patience))
-    except dist.DistError as error:
+        if rank == 0 and not agent:
+            store = hosted_store(host, port, patience, ranks=ranks)
+        else:
+            store = dist.TCPStore(host, port, ranks, timeout=patience)
+    except (OSError, dist.DistError) as error:
         raise UserError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: not all ranks have joined at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"WORLD_SIZE={ranks}: not all ranks have joined at {host}:{port} within "
             f"{patience.total_seconds():.0f} s: {str(error).splitlines()[0]}"
         ) from None
     store.set_timeout(timeout)

@@ -101,6 +101,9 @@ def launch(arguments: Sequence[str], ranks: int, helpers: Sequence[Helper] = ())
             }
             # Megatron overlaps tensor-parallel reductions in the order of one queue.
             variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            # Else gloo listens where this host's name leads, if it does.
+            if any(name == "lo" for _, name in socket.if_nameindex()):
+                variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
             cores, everybody = len(os.sched_getaffinity(0)), ranks + sum(h.ranks for h in helpers)
             variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // everybody)))
             processes += _start(arguments, ranks, 0, variables)

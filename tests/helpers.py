@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import transformers
 from megatron.core.models.gpt import GPTModel
@@ -91,6 +92,17 @@ def save_tiny_llama(directory: Path, vocabulary: int) -> Path:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a process and those that it has started listen."""
+    process = psutil.Process(pid)
+    return [
+        tuple(connection.laddr)
+        for each in (process, *process.children(recursive=True))
+        for connection in each.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def quick(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import letters_config, quick, tiny_config
+from helpers import letters_config, listening, quick, tiny_config
 from layout_runs import backward, whole_weights
 from megatron.core.distributed import param_and_grad_buffer
 from reference import make_batches
@@ -286,6 +286,17 @@ def rank_pids(launcher: int) -> dict[int, int]:
         (rank,) = (v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK="))
         found[int(rank)] = int(pid)
     return found
+
+
+def test_no_rank_listens_beyond_this_machine(tmp_path):
+    process = start(tmp_path)
+    try:
+        wait_for_steps(process, tmp_path, 1)
+        places = listening(process.pid)
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
+    assert len(places) > 2 and {address for address, _ in places} == {"127.0.0.1"}
 
 
 def test_a_killed_rank_takes_the_run_down_with_its_reason(tmp_path):

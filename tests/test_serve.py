@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers import quick, tiny_config
+from helpers import listening, quick, tiny_config
 from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
 from megatron.core.process_groups_config import ProcessGroupCollection
 from quart import Quart
@@ -308,19 +308,8 @@ def test_no_route_changes_weights_or_stops_the_engine(server):
     assert server.say(chat()) == before
 
 
-def listening(server: Server) -> list[tuple[str, int]]:
-    """Addresses and ports at which its processes listen."""
-    process = psutil.Process(server.process.pid)
-    return [
-        tuple(connection.laddr)
-        for each in (process, *process.children(recursive=True))
-        for connection in each.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-
-
 def test_nothing_listens_beyond_this_machine(server):
-    places = listening(server)
+    places = listening(server.process.pid)
     assert len(places) >= 3 and {address for address, _ in places} == {"127.0.0.1"}
 
 

@@ -84,7 +84,7 @@ class GroupSender(Publisher):
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
         store = None
         if distributed.rank() == 0:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = distributed.hosted_store(host, 0, timeout)
         self.address: str = distributed.first(lambda: f"{host}:{store.port if store else 0}")
         self._pieces = sum(distributed.each(lambda: sender.sends))
         self._server: _Server | None = None
