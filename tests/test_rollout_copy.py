@@ -103,6 +103,16 @@ def test_a_copy_in_bf16_has_the_trainers_bits_and_follows_a_resumed_run(ranks, t
         assert any(not torch.equal(copied[name], weight) for name, weight in old.items())
 
 
+@pytest.mark.parametrize("case", ["dp2 to pp2", "pp2 to tp2"])
+def test_a_tied_embedding_reaches_the_first_stage_and_the_last(case, ranks, tmp_path):
+    size, parallel, own = CASES[case]
+    config = with_copy(tmp_path, parallel, own, train={"steps": 1})
+    spec = {**config.model.spec, "share_embeddings_and_output_weights": True}
+    model = config.model.model_copy(update={"spec": spec})
+    for trained, copied, _ in ranks.run(size, _run, config.model_copy(update={"model": model})):
+        assert all(torch.equal(copied[name], weight) for name, weight in trained.items())
+
+
 def test_an_evaluation_takes_the_layout_that_generates(ranks, tmp_path):
     """On one rank, though training took two."""
     config = with_copy(tmp_path, {"tensor": 2}, {})

@@ -11,6 +11,7 @@ from helpers import tiny_config
 
 from megatron_logra.config import Config, load_config
 from megatron_logra.planner.hardware import TABLE, Efficiency
+from megatron_logra.planner.report import plan
 from megatron_logra.planner.simulate import simulate
 
 REPO = Path(__file__).resolve().parents[1]
@@ -89,6 +90,20 @@ def test_memory_is_the_planners_and_fits_are_said() -> None:
         assert found.fits is fits
         assert simulate(recipe(name), ranks, "logra", H100, Efficiency()).fits
         assert not simulate(recipe(name), ranks, "adam", TABLE["A100"], Efficiency()).fits
+
+
+def test_a_layout_of_its_own_generates_as_a_run_in_it_beside_its_copy() -> None:
+    stages = ("parallel.pipeline=2", "parallel.tensor=4")
+    copied = (*stages, "rollout.sync=dense", "rollout.layout={tensor: 8}")
+    staged, own, whole = (
+        simulate(recipe("llama3_70b", *changes), 16, "logra", H100, FREE)
+        for changes in (stages, copied, ())
+    )
+    assert own.times.train == pytest.approx(staged.times.train)
+    assert own.times.rollout == pytest.approx(whole.times.rollout)
+    assert own.times.rollout < staged.times.rollout
+    weights = plan(recipe("llama3_70b", *copied), 16)["rollout_copy"]["weights"]
+    assert own.bytes == pytest.approx(staged.bytes + weights)
 
 
 def test_the_tool_stops_where_replicas_outnumber_sequences(

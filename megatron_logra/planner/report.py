@@ -89,7 +89,7 @@ def plan(cfg: Config, ranks: int | None = None, gpu_memory: float = 80.0) -> dic
         for kind in ALL_KINDS
     }
     worker = _worker(cfg) if cfg.rollout.placement == "separate" else None
-    copy = _copy(cfg, layout.ranks) if cfg.rollout.layout is not None else None
+    copy = copy_sizes(cfg, layout.ranks) if cfg.rollout.layout is not None else None
     return {
         "ranks": layout.ranks,
         "layout": asdict(layout),
@@ -152,7 +152,7 @@ def _worker(cfg: Config) -> dict[str, int]:
     return max(found, key=_needed)
 
 
-def _copy(cfg: Config, ranks: int) -> dict[str, int]:
+def copy_sizes(cfg: Config, ranks: int) -> dict[str, int]:
     """Sizes of the model with which `ranks` training ranks generate in a layout of their own."""
     own = cfg.generating
     frozen = own.optimizer.model_copy(update={"non_targets": "freeze"})

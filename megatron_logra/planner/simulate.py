@@ -13,7 +13,8 @@ weight [d, k], sequences at full length:
     optimizer        Adam moves 30 bytes a number of its shard; LoGRA applies with 2·r FLOPs (fp32)
                      and 10 bytes a number, on its shard (masters sharded) or all of it
     probe            its tokens' forward pass twice, with the tangents' 2·n·r·(d + k)
-    rollout          for each token of `mean_response`: the weights and the cache through memory
+    rollout          for each token of `mean_response`: the weights and the cache through memory; in
+                     the layout that generates, whose weights pass a link where it is another one
 
 A collective over n ranks takes n - 1 hops. Times are of the slowest stage. What is calibrated and
 what is assumed is in `hardware.Efficiency`.
@@ -22,12 +23,13 @@ what is assumed is in `hardware.Efficiency`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron_logra import data_parallel
 from megatron_logra.config import Config
 from megatron_logra.planner.estimates import PassEstimate
 from megatron_logra.planner.hardware import Efficiency, Hardware
+from megatron_logra.planner.report import copy_sizes
 from megatron_logra.planner.shapes import BYTES, Kind, Model, Shape, Stage, layout_of
 from megatron_logra.planner.static import StageBuffers, sketch_rows
 from megatron_logra.planner.traffic import step_traffic
@@ -107,6 +109,22 @@ def simulate(
     ]
     times = max((stage.times(mean_response) for stage in stages), key=lambda t: t.step)
     needed = max(stage.needed for stage in stages)
+    if cfg.rollout.layout is not None:
+        copy, model = (
+            copy_sizes(cfg, ranks),
+            Model(cfg.generating, layout_of(cfg.generating, ranks)),
+        )
+        generating = [
+            _StageTimes(model, model.stage(number, kind), hardware, efficiency)
+            for number in range(model.layout.pipeline)
+        ]
+        slowest = max(stage.rollout(mean_response) for stage in generating)
+        brought = generating[0].seconds(copy["weights"], 1, ranks > hardware.per_node)
+        times = replace(times, rollout=slowest + brought)
+        needed = max(
+            stage.static + copy["weights"] + max(stage.passes.activations(), copy["rollout_cache"])
+            for stage in stages
+        )
     train = cfg.train
     tokens = train.prompts_per_step * train.responses_per_prompt * train.seq_length
     return Simulated(times, tokens, needed, needed <= hardware.memory)
@@ -154,7 +172,7 @@ class _StageTimes:
             if self.layout.pipeline > 1
             else 0.0,
             context=self._send("context/", 3 * self.stage.layers * micro_batches, False),
-            rollout=self._rollout(mean_response),
+            rollout=self.rollout(mean_response),
         )
 
     # --- computation ------------------------------------------------------------------------
@@ -227,7 +245,8 @@ class _StageTimes:
 
     # --- communication ----------------------------------------------------------------------
 
-    def _seconds(self, size: float, hops: float, spans_nodes: bool) -> float:
+    def seconds(self, size: float, hops: float, spans_nodes: bool) -> float:
+        """To send so many bytes over so many hops, within a node or between nodes."""
         e, h = self.efficiency, self.hardware
         if spans_nodes:
             return size / (e.network * h.network_rate) + hops * e.network_latency_s
@@ -235,7 +254,7 @@ class _StageTimes:
 
     def _send(self, prefix: str, messages: float, spans_nodes: bool) -> float:
         size = sum(value for key, value in self.sent.items() if key.startswith(prefix))
-        return self._seconds(size, messages, spans_nodes) if size else 0.0
+        return self.seconds(size, messages, spans_nodes) if size else 0.0
 
     def _tensor(self) -> float:
         if self.layout.tensor == 1:
@@ -264,11 +283,12 @@ class _StageTimes:
         if "data/all_gather/master_rows" in self.sent:
             gathers += len(self.stage.targets)  # each target's rows by themselves
         return (
-            self._seconds(reduced, buckets * (ranks - 1), spans_nodes),
-            self._seconds(gathered, gathers * (ranks - 1), spans_nodes),
+            self.seconds(reduced, buckets * (ranks - 1), spans_nodes),
+            self.seconds(gathered, gathers * (ranks - 1), spans_nodes),
         )
 
-    def _rollout(self, mean_response: float) -> float:
+    def rollout(self, mean_response: float) -> float:
+        """Seconds to generate a step's responses."""
         cfg = self.cfg
         if cfg.algorithm.name == "sft":
             return 0.0
