@@ -82,6 +82,10 @@ class ParallelConfig(Section):
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
 
+    def generating(self, tensor: int, pipeline: int) -> ParallelConfig:
+        """A layout of such sizes for ranks that only generate, and wait for each other as long."""
+        return ParallelConfig(tensor=tensor, pipeline=pipeline, timeout_s=self.timeout_s)
+
     @property
     def unfit_for_inference(self) -> str | None:
         """The setting that Megatron's dynamic inference engine has no use for, if there is one."""
@@ -251,11 +255,6 @@ class RolloutWorkersConfig(Section):
     """Times that a worker which has died is started again by `--nproc`'s launcher."""
 
     @property
-    def parallel(self) -> ParallelConfig:
-        """The layout of each."""
-        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
-
-    @property
     def ranks(self) -> int:
         """Ranks of each."""
         return self.tensor * self.pipeline
@@ -268,11 +267,6 @@ class RolloutLayoutConfig(Section):
     """Tensor-parallel ranks; all that are left over hold copies, and share the problems."""
     pipeline: int = Field(1, ge=1)
     """Pipeline stages."""
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """The same as the training layout has it."""
-        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
 
 
 class DynamicEngineConfig(Section):
@@ -462,7 +456,16 @@ class Config(Section):
     def generating(self) -> Config:
         """This, with the layout in which the run's ranks generate as `parallel`."""
         layout = self.rollout.layout
-        return self if layout is None else self.model_copy(update={"parallel": layout.parallel})
+        if layout is None:
+            return self
+        parallel = self.parallel.generating(layout.tensor, layout.pipeline)
+        return self.model_copy(update={"parallel": parallel})
+
+    @property
+    def worker_parallel(self) -> ParallelConfig:
+        """The layout of each rollout worker."""
+        workers = self.rollout.workers
+        return self.parallel.generating(workers.tensor, workers.pipeline)
 
     @model_validator(mode="before")
     @classmethod

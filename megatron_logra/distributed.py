@@ -36,7 +36,8 @@ def join(parallel: ParallelConfig) -> None:
     """Join the run's ranks; does nothing the second time.
 
     They come from the launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them this
-    process is the only one, and no port is opened.
+    process is the only one, and opens no store; gloo listens at GLOO_SOCKET_IFNAME, else where this
+    host's name leads.
 
     Raises:
         UserError: `parallel` does not fit the number of ranks, or there are too few GPUs.
@@ -83,11 +84,11 @@ def make_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def check_layout(parallel: ParallelConfig, ranks: int, section: str = "parallel") -> None:
-    """Raise `UserError` unless `ranks` ranks can hold the layout, which `section` asks for."""
+def check_layout(parallel: ParallelConfig, ranks: int) -> None:
+    """Raise `UserError` unless `ranks` ranks can hold the layout."""
     sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
     needed = parallel.tensor * parallel.pipeline * parallel.context
-    keys = ", ".join(f"{section}.{name}={size}" for name, size in sizes.items() if size > 1)
+    keys = ", ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     if needed > ranks or ranks % needed:
         raise UserError(f"{keys}: need a multiple of {needed} ranks, but this run has {ranks}")
     if parallel.expert > ranks // needed * parallel.context:
@@ -222,7 +223,7 @@ def hosted_store(
         torch.distributed.DistError: not all have come in time.
     """
     wait = ranks is not None
-    if host not in ("127.0.0.1", "localhost"):
+    if host != "127.0.0.1":
         return dist.TCPStore(host, port, ranks, True, timeout, wait_for_workers=wait)
     with socket.create_server(("127.0.0.1", port)) as listener:
         port, place = listener.getsockname()[1], listener.detach()

@@ -66,7 +66,7 @@ def run(cfg: Config, ranks: int | None) -> dict[str, Any]:
     if planned["rollout_worker"] is not None:
         _check_worker(cfg, planned["rollout_worker"])
     if planned["rollout_copy"] is not None:
-        _check_copy(cfg, layout.ranks, planned["rollout_copy"])
+        _check_copy(cfg.generating, planned["rollout_copy"])
     file = Path(cfg.logging.run_dir) / PLAN_FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,12 +116,13 @@ def _check_worker(cfg: Config, planned: dict[str, int]) -> None:
         raise RuntimeError(f"a rollout worker holds other bytes than planned: {held}")
 
 
-def _check_copy(cfg: Config, ranks: int, planned: dict[str, int]) -> None:
-    """Build the model that generates in a layout of its own; its largest rank is as planned."""
+def _check_copy(cfg: Config, planned: dict[str, int]) -> None:
+    """Build the ranks of a model that generates in a layout of its own; one is as planned."""
     held = []
+    ranks = cfg.parallel.tensor * cfg.parallel.pipeline
     for rank in range(ranks):
-        with _as_rank(cfg.generating, rank, ranks) as pg:
-            chunks = build_chunks(*transformer_config(cfg.generating), pg)
+        with _as_rank(cfg, rank, ranks) as pg:
+            chunks = build_chunks(*transformer_config(cfg), pg, random=False)
             held.append(storage_bytes(p for chunk in chunks for p in chunk.parameters()))
     if planned["weights"] not in held:
         raise RuntimeError(f"a copy that generates holds other bytes than planned: {held}")

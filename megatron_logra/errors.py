@@ -1,6 +1,8 @@
 """The ways in which a run ends early, and their exit codes."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
@@ -15,6 +17,15 @@ class UserError(Exception):
 
 class StopRequested(Exception):
     """A signal asked the run to stop; a checkpoint has been saved (exit code 75)."""
+
+
+@contextmanager
+def speaking_of(section: str) -> Iterator[None]:
+    """Within: what is wrong with a layout is said of the section that it was made from."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("parallel.", f"{section}.")) from None
 
 
 def one_line(error: BaseException) -> str:

@@ -104,7 +104,7 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("comm/gradient_bytes", "bytes", "sent by a rank to reduce dense gradients"),
     Metric("comm/sketch_bytes", "bytes", "sent by a rank to reduce sketches"),
     Metric("comm/parameter_bytes", "bytes", "sent by a rank to gather parameters and factors"),
-    Metric("sync/bytes", "bytes", "sent to rollout workers, or to copies that generate"),
+    Metric("sync/bytes", "bytes", "sent to rollout workers, or written to copies that generate"),
     Metric("sync/seconds", "s", "of the trainer, to send them"),
     Metric("sync/version", "count", "policy version of who generates"),
     Metric("sync/drift_max", "weight", "largest difference to the trainer's weights"),

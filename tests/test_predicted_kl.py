@@ -26,7 +26,7 @@ from megatron_logra.model.gpt import forward_head
 from megatron_logra.model.specs import FUSED_NAMES, block_spec
 from megatron_logra.model.twin import local_twin, share_parameters
 from megatron_logra.optimizer.learner import Learner
-from megatron_logra.optimizer.predicted_kl import ProbeBatch
+from megatron_logra.optimizer.predicted_kl import ProbeBatch, kl_at_zero
 
 SOME = ("tp2-sequence", "tp2-dp2", "pp2-interleaved", "pp2-dp2", "cp2-tp2")
 """Layouts that have between them all that a probe must cross."""
@@ -95,6 +95,16 @@ def test_both_estimators_agree_with_float64_at_any_temperature(
         predicted = learner.predictor.predict(probe_of(batch), 1e-4)
         exact = reference.predicted_kl(changes, batch, temperature)
         assert predicted == pytest.approx(exact, rel=1e-3)
+
+
+def test_slopes_at_two_lengths_give_the_kl_without_bend_and_noise_and_never_less_than_none():
+    kl, noise = 3e-4, 2e-5
+    for bend in (-0.01, 0.0, 0.01):
+        values = kl * (1 + 2 * bend) + noise, kl * (1 + 5 * bend), kl * (1 + 8 * bend) + noise / 4
+        assert kl_at_zero(*values) == pytest.approx(kl, rel=1e-9)
+    for bend in (-0.4, -0.2, 0.2, 0.4):  # far beyond the first order
+        near, far = 1 + bend, 1 + 4 * bend
+        assert kl_at_zero(near * near, near * far, far * far) == pytest.approx(1)
 
 
 def prepared(

@@ -78,6 +78,7 @@ def test_a_run_that_generates_in_another_layout_is_that_of_one_rank(
 ):
     size, parallel, own = CASES[case]
     config = with_copy(tmp_path, parallel, own)
+    assert config.generating.parallel.timeout_s == config.parallel.timeout_s
     found = ranks.run(size, _run, config)
     for trained, copied, _ in found:
         assert_same_weights(trained, reference[1])
@@ -103,10 +104,13 @@ def test_a_copy_in_bf16_has_the_trainers_bits_and_follows_a_resumed_run(ranks, t
         assert any(not torch.equal(copied[name], weight) for name, weight in old.items())
 
 
-@pytest.mark.parametrize("case", ["dp2 to pp2", "pp2 to tp2"])
-def test_a_tied_embedding_reaches_the_first_stage_and_the_last(case, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [("dp2 to pp2", {"non_targets": "adam"}), ("pp2 to tp2", {"kind": "adam"})],
+)
+def test_a_tied_embedding_reaches_the_first_stage_and_the_last(case, optimizer, ranks, tmp_path):
     size, parallel, own = CASES[case]
-    config = with_copy(tmp_path, parallel, own, train={"steps": 1})
+    config = with_copy(tmp_path, parallel, own, train={"steps": 1}, optimizer=optimizer)
     spec = {**config.model.spec, "share_embeddings_and_output_weights": True}
     model = config.model.model_copy(update={"spec": spec})
     for trained, copied, _ in ranks.run(size, _run, config.model_copy(update={"model": model})):
@@ -129,14 +133,23 @@ def test_a_dry_run_builds_the_copy_as_planned(ranks, tmp_path):
     assert planned["rollout_copy"]["weights"] > planned["largest"]["logra"]["weights"]
     assert "copy that generates" in table(planned, config, ["logra"])
     config = with_copy(tmp_path, {"tensor": 2}, {"layout": {"tensor": 3}})
-    with pytest.raises(RuntimeError, match=r"rollout.layout.*tensor=3: need a multiple of 3 ranks"):
+    with pytest.raises(RuntimeError, match=r"rollout.layout.tensor=3: need a multiple of 3 ranks"):
         ranks.run(1, dry_run.run, config, 4)
+
+
+@pytest.mark.parametrize("call", [evaluate.run, plan])
+def test_who_only_generates_names_the_layouts_own_keys(call, ranks, tmp_path):
+    config = with_copy(tmp_path, {}, {"layout": {"tensor": 2, "pipeline": 2}})
+    words = r"UserError: rollout.layout.tensor=2, rollout.layout.pipeline=2: need a multiple of 4"
+    with pytest.raises(RuntimeError, match=words):
+        ranks.run(2, call, config)
 
 
 @pytest.mark.parametrize(
     ("own", "spec", "words"),
     [
         ({"layout": {"tensor": 3}}, {}, r"rollout.layout.tensor=3: need a multiple of 3 ranks"),
+        ({"layout": {"pipeline": 2}}, {"num_layers": 3}, r"rollout.layout.pipeline: 2 does not"),
         ({}, {"vocab_size": 261}, r"rollout.layout.tensor=1: a vocabulary of 261 is padded"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import tiny_config
@@ -259,5 +261,8 @@ def test_rounding_by_chance_is_to_a_neighbour_and_right_on_average(generator):
     # bf16's numbers around x > 0 are at most 2⁻⁷ x apart.
     assert all(((d - values).abs() < values.abs() / 128).all() for d in drawn)
     assert ((mean - values).abs() < values.abs() / 128 * 0.05).all()  # six standard errors
-    exact = torch.tensor([1.0, -2.5, 0.0])
+    # What is no number stays none, whatever its bits.
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800001], dtype=torch.int32)
+    assert round_to_bf16(bits.view(torch.float32), generator).isnan().all()
+    exact = torch.tensor([1.0, -2.5, 0.0, math.inf, -math.inf])
     assert torch.equal(round_to_bf16(exact.clone(), generator).float(), exact)

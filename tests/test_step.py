@@ -395,7 +395,8 @@ def test_bf16_realised_kl_stays_near_the_prediction(estimator, checkpoint, pg, g
         )
     }
     exact = reference.realised_kl(changes, 1.0, batches[0])
-    assert result.kl_predicted_scaled == pytest.approx(exact, rel=0.1)
+    room = 0.1 if estimator == "forward_ad" else 0.2
+    assert result.kl_predicted_scaled == pytest.approx(exact, rel=room)
 
 
 def test_budget_follows_the_formulas():

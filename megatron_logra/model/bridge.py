@@ -130,6 +130,11 @@ class BridgedModel:
                 f"{self._source}: Megatron-Bridge makes a {type(chunks[0]).__name__} of it; "
                 "expected a GPTModel"
             )
+        stages = pg.pp.rank() == 0, pg.pp.rank() == pg.pp.size() - 1
+        if (chunks[0].pre_process, chunks[-1].post_process) != stages:
+            raise UserError(
+                f"{self._source}: Megatron-Bridge makes other stages than were asked for"
+            )
         if chunks[0] is not self._whole[0] and (pg.cp.size() > 1 or self.config.sequence_parallel):
             # The whole model divides positions before its language model gets them.
             raise UserError(

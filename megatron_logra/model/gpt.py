@@ -206,16 +206,21 @@ def run_fields(cfg: Config) -> dict[str, Any]:
 
 
 def build_chunks(
-    config: TransformerConfig, arguments: GPTArguments, pg: ProcessGroupCollection
+    config: TransformerConfig,
+    arguments: GPTArguments,
+    pg: ProcessGroupCollection,
+    *,
+    random: bool = True,
 ) -> list[GPTModel]:
     """This rank's part of the model: one chunk, or several with interleaved pipeline stages.
 
-    The random weights depend on the seed alone. Parameters have `config.params_dtype`; the chunks
+    The random weights depend on the seed alone; without `random`, for weights that are still to
+    come, matrices are zero. Parameters have `config.params_dtype`; the chunks
     are in training mode.
     """
     count = config.virtual_pipeline_model_parallel_size
     return [
-        build_model(config, arguments, pg, vp_stage=number if count else None)
+        build_model(config, arguments, pg, vp_stage=number if count else None, random=random)
         for number in range(count or 1)
     ]
 
@@ -226,12 +231,14 @@ def build_model(
     pg: ProcessGroupCollection,
     implementation: Implementation | None = None,
     vp_stage: int | None = None,
+    random: bool = True,
 ) -> GPTModel:
     """One chunk of this rank's part of the model (see `build_chunks`).
 
     Args:
         implementation: overrides the layer implementation chosen in `config`.
         vp_stage: which chunk, where there are several.
+        random: fill the matrices with random numbers, which takes a while, and not with zeros.
     """
     chosen = implementation or typing.cast(Implementation, config.transformer_impl)
     stage, stages = pg.pp.rank(), pg.pp.size()
@@ -254,7 +261,7 @@ def build_model(
         pg_collection=pg,
     )
     gemma3.complete(model, arguments)
-    initialise(prepared(model, arguments), arguments.seed)
+    initialise(prepared(model, arguments), arguments.seed if random else None)
     return model
 
 

@@ -58,8 +58,8 @@ def local_part(whole: Tensor, parameter: torch.nn.Parameter, tp_rank: int, tp_si
 
 
 @torch.no_grad()
-def initialise(model: GPTModel, seed: int) -> None:
-    """Fill all matrices with random values, all biases with zeros; norms keep what they have.
+def initialise(model: GPTModel, seed: int | None) -> None:
+    """Fill all matrices with random values (zeros without a seed), biases with zeros, not norms.
 
     The values of a matrix depend on the seed and its name in the model only: not on the layout, the
     device or the order of construction. They are drawn in float32 with Megatron's init methods.
@@ -70,7 +70,7 @@ def initialise(model: GPTModel, seed: int) -> None:
         for name, parameter in named_parameters(model):
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = EMBEDDING  # the last pipeline stage's copy of a tied weight
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or seed is None:
                 if "norm" not in name:
                     parameter.zero_()
                 continue

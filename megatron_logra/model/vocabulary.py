@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_logra.errors import UserError
 from megatron_logra.model.parameters import EMBEDDING
 
 NO_LOGIT = -1e30
@@ -23,6 +24,19 @@ NO_LOGIT = -1e30
 def padded_size(vocab_size: int, tp_size: int) -> int:
     """The least multiple of `tp_size` that is no less than `vocab_size`."""
     return -(-vocab_size // tp_size) * tp_size
+
+
+def require_same_padding(vocab_size: int, trained: int, generating: int) -> None:
+    """Raise `UserError` if two tensor-parallel sizes pad a vocabulary differently.
+
+    Megatron reshards weights of equal sizes only.
+    """
+    if padded_size(vocab_size, trained) != padded_size(vocab_size, generating):
+        raise UserError(
+            f"parallel.tensor={generating}: a vocabulary of {vocab_size} is padded to another size "
+            f"than training pads it to at {trained}, and cannot be resharded; expected sizes that "
+            "both divide it"
+        )
 
 
 def hide_padding(model: GPTModel, vocab_size: int) -> None:

@@ -14,7 +14,10 @@ averaged over the probe's generated positions. There are two ways to ż; neither
   covariance of the two slopes (1 at ε, 2 at 2ε),
       v₁₁ = KL (1 + 2a) + n,    v₁₂ = KL (1 + 5a),    v₂₂ = KL (1 + 8a) + n/4
   for a bend a in proportion to ε², to its first order, and noise of variance n, independent from
-  pass to pass. Solved for the KL: (v₁₁ + 6 v₁₂ - 4 v₂₂) / 3.
+  pass to pass. Solved for the KL: (v₁₁ + 6 v₁₂ - 4 v₂₂) / 3. Where v₁₁ and v₁₂ are further apart
+  than `BEND`, higher orders count, and that could come to anything; there it is half the variance
+  of Richardson's slope (4 ż₁ - ż₂)/3, which is never negative and has 16/9 n in it. Logits are
+  differentiated around h at ε = 0 as the means at ±ε and ±2ε extrapolate to it, (4 h₁ - h₂)/3.
 
 The prediction is of the targets' update alone: where non-targets are trained by Adam, their part of
 the step is in the realised KL only.
@@ -47,6 +50,8 @@ from megatron_logra.sketch.capture import SketchCapture
 
 AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 """KL at ε of finite differences, nats per token, by the activations' type."""
+BEND = 0.15
+"""By how much the two slopes' covariance may differ from the near slope's variance."""
 BAND = 2.0
 """Factor by which the KL at ε may miss `AIM` without another try."""
 TRIES = 6
@@ -175,8 +180,7 @@ class PredictedKL:
             step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
         if len(lengths) == 1:
             return slopes[0]
-        near, cross, far = slopes
-        return (near + 6 * cross - 4 * far) / 3
+        return kl_at_zero(*slopes)
 
     def _slopes_at(self, probe: ProbeBatch, step: float, lengths: Sequence[int]) -> list[float]:
         """½ Cov_p of the derivatives ż/T by differences over ±step times each length.
@@ -457,6 +461,13 @@ class PredictedKL:
         finally:
             for chunk, mode in zip(self._viewed(), training, strict=True):
                 chunk.train(mode)
+
+
+def kl_at_zero(near: float, cross: float, far: float) -> float:
+    """The KL from slopes at ε and 2ε: half their variances and covariance (see the module)."""
+    if abs(cross - near) > BEND * near:
+        return (16 * near - 8 * cross + far) / 9
+    return (near + 6 * cross - 4 * far) / 3
 
 
 def _picker(part: ProbeBatch) -> Head:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_logra.config import Config
-from megatron_logra.errors import UserError
+from megatron_logra.errors import UserError, speaking_of
 from megatron_logra.memory import KINDS
+from megatron_logra.model.vocabulary import require_same_padding
 from megatron_logra.planner.estimates import PassEstimate
 from megatron_logra.planner.shapes import Kind, Layout, Model, Stage, layout_of
 from megatron_logra.planner.static import StageBuffers
@@ -127,7 +128,7 @@ def _of_stage(model: Model, stage: Stage) -> list[dict[str, Any]]:
 def worker_config(cfg: Config) -> Config:
     """The configuration of a rollout worker: it samples from a model of its own layout."""
     own = cfg.rollout.model_copy(update={"placement": "colocated"})
-    return cfg.model_copy(update={"parallel": cfg.rollout.workers.parallel, "rollout": own})
+    return cfg.model_copy(update={"parallel": cfg.worker_parallel, "rollout": own})
 
 
 def _worker(cfg: Config) -> dict[str, int]:
@@ -157,11 +158,10 @@ def copy_sizes(cfg: Config, ranks: int) -> dict[str, int]:
     own = cfg.generating
     frozen = own.optimizer.model_copy(update={"non_targets": "freeze"})
     own = own.model_copy(update={"optimizer": frozen})
-    try:
+    with speaking_of("rollout.layout"):
         layout = layout_of(own, ranks)
         model = Model(own, layout)
-    except UserError as error:
-        raise UserError(f"rollout.layout: {error}") from None
+        require_same_padding(model.arguments.vocab_size, cfg.parallel.tensor, layout.tensor)
     found = []
     for number in range(layout.pipeline):
         stage = model.stage(number, "logra")

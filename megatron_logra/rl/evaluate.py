@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra import distributed
 from megatron_logra.config import Config, SamplingConfig
+from megatron_logra.errors import speaking_of
 from megatron_logra.metrics import make_run_dir
 from megatron_logra.rl.environments import Problem, build_environment
-from megatron_logra.rl.policy import Policy, build_policy, join_ranks
+from megatron_logra.rl.policy import Policy, build_generating, join_ranks
 from megatron_logra.rl.rollouts import RolloutMaker
 
 HELD_OUT_SEED = 0
@@ -133,8 +135,8 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
     Raises:
         UserError: no such checkpoint, or one of another model; a faulty environment.
     """
-    config = config.generating
-    join_ranks(config)
+    with speaking_of("rollout.layout") if config.rollout.layout else nullcontext():
+        join_ranks(config.generating)
     environment = build_environment(config.environment, config.train.seed)
     try:
         distributed.first(environment.check)
@@ -142,7 +144,7 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
             lambda: environment.held_out(config.eval.problems, HELD_OUT_SEED)
         )
         distributed.first(lambda: make_run_dir(Path(config.logging.run_dir)))
-        policy = build_policy(config)
+        policy = build_generating(config)
         source = load_checkpoint(policy, checkpoint)
         found = accuracies(RolloutMaker(policy, environment), problems, config)
     finally:
@@ -180,7 +182,7 @@ def generate(
 
     Which weights they are from is said on standard error.
     """
-    policy = build_policy(config.generating)
+    policy = build_generating(config)
     source = load_checkpoint(policy, checkpoint)
     sampling = config.rollout.sampling
     tokens = [policy.tokenizer.encode_chat([{"role": "user", "content": p}]) for p in prompts]

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_logra import checkpoint, distributed
 from megatron_logra.config import Config, SamplingConfig
-from megatron_logra.errors import UserError
+from megatron_logra.errors import UserError, speaking_of
 from megatron_logra.model import bridge
 from megatron_logra.model.context_parallel import length_multiple
 from megatron_logra.model.gpt import GPTArguments, build_chunks, transformer_config
@@ -159,7 +159,8 @@ def build_policy(config: Config) -> Policy:
         UserError: the configuration does not fit the model, its files, the ranks or the machine.
     """
     join_ranks(config)
-    policy, bridged = _build(config, distributed.initialize(config.parallel, config.train.seed))
+    pg = distributed.initialize(config.parallel, config.train.seed)
+    policy, bridged = _build(config, pg, random=config.model.hf is None)
     if config.model.hf is not None:
         if (Path(config.model.hf) / checkpoint.DESCRIPTION).exists():
             policy.load_weights(Path(config.model.hf))
@@ -171,29 +172,41 @@ def build_policy(config: Config) -> Policy:
     return policy
 
 
-def build_copy(config: Config, pg: ProcessGroupCollection) -> Policy:
+def build_generating(config: Config) -> Policy:
+    """`build_policy`, in the layout in which the run generates."""
+    if config.rollout.layout is None:
+        return build_policy(config)
+    with speaking_of("rollout.layout"):
+        return build_policy(config.generating)
+
+
+def build_copy(config: Config, pg: ProcessGroupCollection, tokenizer: Tokenizer) -> Policy:
     """The model once more on the run's ranks, with weights that are still to come, to generate.
 
     Args:
         config: with the copy's own layout as `parallel`.
         pg: the groups of that layout.
+        tokenizer: the model's.
 
     Raises:
         UserError: see `build_policy`.
     """
-    policy, _ = _build(config, pg)
+    policy, _ = _build(config, pg, tokenizer, random=False)
     for chunk in policy.chunks:
         chunk.requires_grad_(False).eval()
     return policy
 
 
-def _build(config: Config, pg: ProcessGroupCollection) -> tuple[Policy, bridge.BridgedModel | None]:
+def _build(
+    config: Config, pg: ProcessGroupCollection, tokenizer: Tokenizer | None = None, *, random: bool
+) -> tuple[Policy, bridge.BridgedModel | None]:
+    """The model without its files' weights; `random`: with random ones, where nothing follows."""
     bridged = None
     if config.model.hf is not None and bridge.serves(config.model.hf):
         bridged = bridge.BridgedModel(config)
         tconfig, arguments = bridged.config, bridged.arguments
     else:
         tconfig, arguments = transformer_config(config)
-    tokenizer = load_tokenizer(config.model, arguments.vocab_size)
-    chunks = bridged.build(pg) if bridged else build_chunks(tconfig, arguments, pg)
+    tokenizer = tokenizer or load_tokenizer(config.model, arguments.vocab_size)
+    chunks = bridged.build(pg) if bridged else build_chunks(tconfig, arguments, pg, random=random)
     return Policy(config, pg, tconfig, arguments, chunks, tokenizer), bridged

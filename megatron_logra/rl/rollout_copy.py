@@ -14,12 +14,13 @@ from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from megatron.core.resharding.refit import clear_plan_cache
+from torch import distributed as dist
 
 from megatron_logra import distributed
 from megatron_logra.config import Config
-from megatron_logra.errors import UserError
+from megatron_logra.errors import speaking_of
 from megatron_logra.memory import storage_bytes
-from megatron_logra.model.vocabulary import padded_size
+from megatron_logra.model.vocabulary import require_same_padding
 from megatron_logra.rl.policy import Policy, build_copy
 
 
@@ -32,7 +33,8 @@ def copy_groups(config: Config) -> ProcessGroupCollection:
         UserError: the layout does not fit the number of ranks.
     """
     parallel = config.generating.parallel
-    distributed.check_layout(parallel, distributed.world_size(), section="rollout.layout")
+    with speaking_of("rollout.layout"):
+        distributed.check_layout(parallel, distributed.world_size())
     return distributed.make_groups(parallel, config.train.seed, gloo=False)
 
 
@@ -49,25 +51,24 @@ class RolloutCopy:
     """
 
     def __init__(self, config: Config, source: Policy, pg: ProcessGroupCollection) -> None:
-        vocabulary = source.arguments.vocab_size
-        if padded_size(vocabulary, pg.tp.size()) != padded_size(vocabulary, source.pg.tp.size()):
-            raise UserError(
-                f"rollout.layout.tensor={pg.tp.size()}: a vocabulary of {vocabulary} is padded to "
-                f"another size under parallel.tensor={source.pg.tp.size()}, and cannot be "
-                "resharded; expected sizes that both divide it"
-            )
-        self.policy = build_copy(config.generating, pg)
+        with speaking_of("rollout.layout"):
+            vocabulary = source.arguments.vocab_size
+            require_same_padding(vocabulary, source.pg.tp.size(), pg.tp.size())
+            self.policy = build_copy(config.generating, pg, source.tokenizer)
         self.bytes = storage_bytes(p for chunk in self.policy.chunks for p in chunk.parameters())
         """On this rank."""
         self._source = source
+        ranks = dist.group.WORLD
         self._service: CopyService
-        self._service = NCCLCopyService() if torch.cuda.is_available() else GlooCopyService()
-        self._sent = sum(distributed.each(lambda: self.bytes))
+        self._service = (
+            NCCLCopyService(ranks) if torch.cuda.is_available() else GlooCopyService(ranks)
+        )
+        self._written = sum(distributed.each(lambda: self.bytes))
         clear_plan_cache()  # plans are kept by layouts, and not by models
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> int:
-        """Bring the copy to the weights that are trained; returns the bytes that ranks get."""
+        """Bring the copy to the weights that are trained; returns the bytes of all its ranks."""
         swap_model_weights(self._source.chunks, self.policy.chunks, self._service)
-        return self._sent
+        return self._written

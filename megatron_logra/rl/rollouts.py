@@ -92,7 +92,7 @@ class RolloutMaker:
         self.environment = environment
         self.remote = remote
         self.version = 0
-        """Version of the weights from which separate workers are to sample."""
+        """Version of the weights from which separate workers, or a copy, are to sample."""
         self._asked: dict[tuple[str, int], int] = {}
         if remote is None and policy.config.algorithm.name != "sft":
             _ = self.engine  # what it refuses is refused now, not at the first rollout

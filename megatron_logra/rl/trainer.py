@@ -260,7 +260,7 @@ class Trainer:
         # Who reads the trainer's own weights is sent nothing, and drifts nowhere.
         record |= {"time/sync_s": 0.0, "sync/seconds": 0.0, "sync/bytes": 0}
         record["sync/version"] = self.learner.update
-        record["sync/drift_max"] = 0.0 if self.workers is None else batch.drift
+        record["sync/drift_max"] = batch.drift if self.workers or self.copy else 0.0
         return record
 
     def _sync(self, record: Record) -> None:

@@ -45,7 +45,7 @@ from megatron_logra.config import Config
 from megatron_logra.errors import UserError
 from megatron_logra.model.tokenizer import Message, Tokenizer
 from megatron_logra.rl.evaluate import load_checkpoint, name_of
-from megatron_logra.rl.policy import build_policy
+from megatron_logra.rl.policy import build_generating
 from megatron_logra.rollout import dynamic_platform, http_port
 from megatron_logra.rollout.dynamic_engine import generating_from_pages, inference_config
 from megatron_logra.rollout.worker import catch_up, follower_of
@@ -82,8 +82,7 @@ def run(
         UserError: the configuration does not fit the engine or the machine.
         RuntimeError: the engine or the coordinator has ended by itself.
     """
-    config = config.generating
-    policy = build_policy(config)
+    policy = build_generating(config)
     policy.require_rollouts()
     if len(set(distributed.each(socket.gethostname))) > 1:
         raise UserError("serve: expected all ranks on one machine")

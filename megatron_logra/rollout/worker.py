@@ -67,7 +67,7 @@ def run(config: Config, index: int) -> None:
     workers = config.rollout.workers
     if not 0 <= index < workers.count:
         raise UserError(f"--index {index}: expected 0 to {workers.count - 1} (rollout.workers)")
-    own = config.model_copy(update={"parallel": workers.parallel})
+    own = config.model_copy(update={"parallel": config.worker_parallel})
     join_ranks(own)
     policy = build_policy(own)
     Worker(policy, config, index).run()

@@ -93,9 +93,11 @@ def round_to_bf16(values: torch.Tensor, generator: torch.Generator) -> torch.Ten
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
     words.random_(-(1 << 63), None, generator=generator)
     noise = words.view(torch.int16)[: values.numel()].view(values.shape)
+    unknown = values.isnan()  # whose bits may carry over into a number
     # bf16 is the high half of fp32: the sum carries over with the low half as its probability.
     bits = values.view(torch.int32).add_(noise).add_(1 << 15)
-    return bits.bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+    rounded = bits.bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+    return rounded.masked_fill_(unknown, math.nan)
 
 
 class SketchCapture:
