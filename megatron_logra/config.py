@@ -82,7 +82,7 @@ class ParallelConfig(Section):
     """Groups of data-parallel ranks that each hold the whole optimizer state, such as one a node:
     more memory, and parameters are gathered within a group only."""
 
-    def generating(self, tensor: int, pipeline: int) -> ParallelConfig:
+    def to_generate(self, tensor: int, pipeline: int) -> ParallelConfig:
         """A layout of such sizes for ranks that only generate, and wait for each other as long."""
         return ParallelConfig(tensor=tensor, pipeline=pipeline, timeout_s=self.timeout_s)
 
@@ -458,14 +458,14 @@ class Config(Section):
         layout = self.rollout.layout
         if layout is None:
             return self
-        parallel = self.parallel.generating(layout.tensor, layout.pipeline)
+        parallel = self.parallel.to_generate(layout.tensor, layout.pipeline)
         return self.model_copy(update={"parallel": parallel})
 
     @property
     def worker_parallel(self) -> ParallelConfig:
         """The layout of each rollout worker."""
         workers = self.rollout.workers
-        return self.parallel.generating(workers.tensor, workers.pipeline)
+        return self.parallel.to_generate(workers.tensor, workers.pipeline)
 
     @model_validator(mode="before")
     @classmethod

@@ -242,6 +242,9 @@ def _launched_ranks() -> int:
     given = os.environ["WORLD_SIZE"]
     if not given.isdecimal() or int(given) < 1:
         raise UserError(f"WORLD_SIZE={given}: expected the number of ranks")
+    for name in ("RANK", "MASTER_PORT"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise UserError(f"{name}={os.environ[name]}: expected a number")
     return int(given)
 
 

@@ -203,14 +203,20 @@ def test_a_prompt_longer_than_the_model_is_refused(
     assert said.out
 
 
-def test_a_world_size_that_is_no_number_is_named(
-    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "expected"), [("WORLD_SIZE", "the number of ranks"), ("MASTER_PORT", "a number")]
+)
+def test_a_launchers_variable_that_is_no_number_is_named(
+    name: str,
+    expected: str,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert (
-        refused("train", write_config(tmp_path)) == "WORLD_SIZE=two: expected the number of ranks"
-    )
+    good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for each, value in {**good, name: "two"}.items():
+        monkeypatch.setenv(each, value)
+    assert refused("train", write_config(tmp_path)) == f"{name}=two: expected {expected}"
 
 
 def test_a_problem_that_does_not_fit_ends_the_run_after_saving_what_was_done(

@@ -110,10 +110,8 @@ def simulate(
     times = max((stage.times(mean_response) for stage in stages), key=lambda t: t.step)
     needed = max(stage.needed for stage in stages)
     if cfg.rollout.layout is not None:
-        copy, model = (
-            copy_sizes(cfg, ranks),
-            Model(cfg.generating, layout_of(cfg.generating, ranks)),
-        )
+        copy = copy_sizes(cfg, ranks)
+        model = Model(cfg.generating, layout_of(cfg.generating, ranks))
         generating = [
             _StageTimes(model, model.stage(number, kind), hardware, efficiency)
             for number in range(model.layout.pipeline)
