@@ -52,8 +52,8 @@ AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 """KL at ε of finite differences, nats per token, by the activations' type."""
 BEND = 0.15
 """By how much the two slopes' covariance may differ from the near slope's variance."""
-BAND = 2.0
-"""Factor by which the KL at ε may miss `AIM` without another try."""
+BAND = {torch.float32: 2.0, torch.bfloat16: 1.5}
+"""Factor by which the KL at ε may miss `AIM` without another try, likewise."""
 TRIES = 6
 """Most lengths ε that are tried."""
 
@@ -169,12 +169,13 @@ class PredictedKL:
 
     def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
         dtype = self.capture.targets[0].weight.dtype
-        aim, lengths = AIM[dtype], (1,) if dtype == torch.float32 else (1, 2)
+        aim, band = AIM[dtype], BAND[dtype]
+        lengths = (1,) if dtype == torch.float32 else (1, 2)
         step = math.sqrt(aim / expected)
         for _ in range(TRIES):
             slopes = self._slopes_at(probe, step, lengths)
             moved = slopes[0] * step**2
-            if not math.isfinite(moved) or aim / BAND <= moved <= aim * BAND:
+            if not math.isfinite(moved) or aim / band <= moved <= aim * band:
                 break
             # At 0 nothing moves, or what moved was rounded away.
             step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
