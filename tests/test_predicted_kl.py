@@ -77,8 +77,8 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
             for name in ESTIMATORS:
                 off[name].append(abs(row.predicted[name] / exact.predicted["forward_ad"] - 1))
             off["realised"].append(abs(row.realised / row.scaled - 1))
-    # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: of 72 directions
-    # of 24 models, 5 had differences that were off by more than 0.1, one by more than 0.15.
+    # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: these were off
+    # by more than 0.1 for 5 of 72 directions of 24 models, and by more than 0.15 for one.
     assert statistics.median(off["forward_ad"]) < 0.05
     assert statistics.median(off["finite_difference"]) < 0.15
     assert statistics.median(off["realised"]) < 0.35
