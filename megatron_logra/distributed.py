@@ -232,6 +232,15 @@ def hosted_store(
     )
 
 
+def shared_store(
+    host: str, port: int, ranks: int, timeout: timedelta, *, serve: bool
+) -> dist.TCPStore:
+    """The store at which all ranks meet; this one serves it if `serve`. See `hosted_store`."""
+    if serve:
+        return hosted_store(host, port, timeout, ranks=ranks)
+    return dist.TCPStore(host, port, ranks, timeout=timeout)
+
+
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -266,10 +275,7 @@ def _join(timeout: timedelta) -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it
     try:
-        if rank == 0 and not agent:
-            store = hosted_store(host, port, patience, ranks=ranks)
-        else:
-            store = dist.TCPStore(host, port, ranks, timeout=patience)
+        store = shared_store(host, port, ranks, patience, serve=rank == 0 and not agent)
     except (OSError, dist.DistError) as error:
         raise UserError(
             f"WORLD_SIZE={ranks}: not all ranks have joined at {host}:{port} within "

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from megatron_logra import launcher, stopping
 from megatron_logra.config import Config
-from megatron_logra.distributed import check_layout, hosted_store
+from megatron_logra.distributed import check_layout, shared_store
 from megatron_logra.errors import UserError
 
 _JOIN = timedelta(minutes=5)
@@ -90,10 +90,7 @@ def _meet(rank: int, ranks: int) -> dist.TCPStore:
     """Wait for all ranks of the job, so that every one sees how the first ends."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        if rank == 0:
-            store = hosted_store(host, port, _JOIN, ranks=ranks)
-        else:
-            store = dist.TCPStore(host, port, ranks, timeout=_JOIN)
+        store = shared_store(host, port, ranks, _JOIN, serve=rank == 0)
     except (OSError, dist.DistError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(

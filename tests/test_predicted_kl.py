@@ -79,9 +79,10 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
             off["realised"].append(abs(row.realised / row.scaled - 1))
     # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: these were off
     # by more than 0.1 for 5 of 72 directions of 24 models, and by more than 0.15 for one.
-    assert statistics.median(off["forward_ad"]) < 0.05
-    assert statistics.median(off["finite_difference"]) < 0.15
-    assert statistics.median(off["realised"]) < 0.35
+    assert max(off["forward_ad"]) < 0.1 and statistics.median(off["forward_ad"]) < 0.05
+    differences = off["finite_difference"]
+    assert max(differences) < 0.25 and statistics.median(differences) < 0.15
+    assert statistics.median(off["realised"]) < 0.3
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -215,8 +215,7 @@ def build_chunks(
     """This rank's part of the model: one chunk, or several with interleaved pipeline stages.
 
     The random weights depend on the seed alone; without `random`, for weights that are still to
-    come, matrices are zero. Parameters have `config.params_dtype`; the chunks
-    are in training mode.
+    come, matrices are zero. Parameters have `config.params_dtype`; the chunks are in training mode.
     """
     count = config.virtual_pipeline_model_parallel_size
     return [

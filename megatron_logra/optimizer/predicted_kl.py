@@ -160,7 +160,7 @@ class PredictedKL:
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return self._half_variances(_select(hidden, mask), logits_fn)
+                return self._half_covariances([_select(hidden, mask)], logits_fn)
 
             with rules.forward_mode(), self.capture.tangent():
                 found = self._run(part, head, tangents=True)
@@ -204,9 +204,10 @@ class PredictedKL:
                     (a - b) / (2 * step * length)
                     for a, b, length in zip(ahead, behind, lengths, strict=True)
                 ]
-                return self._half_covariances(
-                    middle.to(hidden.dtype), [slope.to(hidden.dtype) for slope in slopes], logits_fn
-                )
+                middle, *slopes = (values.to(hidden.dtype) for values in (middle, *slopes))
+                with rules.forward_mode():
+                    changed = [forward_ad.make_dual(middle, slope) for slope in slopes]
+                    return self._half_covariances(changed, logits_fn)
 
             with self.capture.side_path(last, seed=len(first)):
                 found = self._run(part, head)
@@ -219,35 +220,22 @@ class PredictedKL:
             return self._run(part, _picker(part))
 
     def _half_covariances(
-        self, hidden: torch.Tensor, changes: Sequence[torch.Tensor], logits_fn: LogitsFn
+        self, changed: Sequence[torch.Tensor], logits_fn: LogitsFn
     ) -> torch.Tensor:
-        """Σ ½ Cov_p(ż/T) over positions, for changes of the last hidden states; all [n, 1, h]."""
+        """Σ ½ Cov_p(ż/T) over positions, [pairs].
+
+        Args:
+            changed: the same hidden states [n, 1, h] with a tangent each, in forward mode.
+        """
         found: torch.Tensor | float = 0.0
-        with rules.forward_mode():
-            for piece, *parts in zip(
-                *(t.split(self.chunk) for t in (hidden, *changes)), strict=True
-            ):
-                duals = (logits_fn(forward_ad.make_dual(piece, part)) for part in parts)
-                logits, tangents = zip(*map(self._dual, duals), strict=True)
-                found = found + self._half_covariance(logits[0], tangents).sum(dim=-1)
+        for pieces in zip(*(hidden.split(self.chunk) for hidden in changed), strict=True):
+            duals = [forward_ad.unpack_dual(logits_fn(piece)) for piece in pieces]
+            tangents = [dual.tangent for dual in duals if dual.tangent is not None]
+            if len(tangents) < len(duals):
+                raise rules.MissingRule("the output layer loses forward mode's tangent")
+            found = found + self._half_covariance(duals[0].primal, tangents).sum(dim=-1)
         assert isinstance(found, torch.Tensor)
         return found
-
-    def _half_variances(self, hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
-        """Σ ½ Var_p(ż/T) over positions, [1]; hidden states [n, 1, h] with tangents."""
-        found: torch.Tensor | float = 0.0
-        for piece in hidden.split(self.chunk):
-            logits, tangent = self._dual(logits_fn(piece))
-            found = found + self._half_covariance(logits, [tangent]).sum(dim=-1)
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    @staticmethod
-    def _dual(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dual = forward_ad.unpack_dual(logits)
-        if dual.tangent is None:
-            raise rules.MissingRule("the output layer loses forward mode's tangent")
-        return dual.primal, dual.tangent
 
     # --- which estimator --------------------------------------------------------------------
 
@@ -281,7 +269,7 @@ class PredictedKL:
         few = ProbeBatch(*(own_share(field[:1, :count], self.pg.cp) for field in fields))
 
         def head(hidden: torch.Tensor, logits_fn: LogitsFn) -> torch.Tensor:
-            return self._half_variances(hidden[:1], logits_fn)
+            return self._half_covariances([hidden[:1]], logits_fn)
 
         lack = None
         with self._probing():

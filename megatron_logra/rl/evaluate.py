@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 from megatron_logra import checkpoint as checkpoints
 from megatron_logra import distributed
 from megatron_logra.config import Config, SamplingConfig
-from megatron_logra.errors import speaking_of
 from megatron_logra.metrics import make_run_dir
 from megatron_logra.rl.environments import Problem, build_environment
-from megatron_logra.rl.policy import Policy, build_generating, join_ranks
+from megatron_logra.rl.policy import Policy, as_generating, build_generating, join_ranks
 from megatron_logra.rl.rollouts import RolloutMaker
 
 HELD_OUT_SEED = 0
@@ -135,7 +133,7 @@ def run(config: Config, checkpoint: str | Path | None = None) -> dict[str, Any]:
     Raises:
         UserError: no such checkpoint, or one of another model; a faulty environment.
     """
-    with speaking_of("rollout.layout") if config.rollout.layout else nullcontext():
+    with as_generating(config):
         join_ranks(config.generating)
     environment = build_environment(config.environment, config.train.seed)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,11 +173,14 @@ def build_policy(config: Config) -> Policy:
     return policy
 
 
+def as_generating(config: Config) -> AbstractContextManager[None]:
+    """Within: what is wrong with the layout of `config.generating` is said of where it is set."""
+    return nullcontext() if config.rollout.layout is None else speaking_of("rollout.layout")
+
+
 def build_generating(config: Config) -> Policy:
     """`build_policy`, in the layout in which the run generates."""
-    if config.rollout.layout is None:
-        return build_policy(config)
-    with speaking_of("rollout.layout"):
+    with as_generating(config):
         return build_policy(config.generating)
 
 
