@@ -160,6 +160,13 @@ def test_fused_softmaxes_follow_central_differences(generator) -> None:
         assert error < 1e-6, name  # the kernels take the scale as a float32
 
 
+def _added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y, written to a tensor that is read afterwards, while x and its tangent stay."""
+    total = x * 1
+    total.add_(y)
+    return total
+
+
 QUICKER = {
     torch.Tensor.mul: lambda x, y, z: [x * y, x * y[0], 2 * x, x * z, z * y],
     torch.Tensor.add: lambda x, y, z: [
@@ -170,6 +177,13 @@ QUICKER = {
         z + y,
         x.add(y, alpha=3),
         z.add(y, alpha=3),
+    ],
+    torch.Tensor.add_: lambda x, y, z: [
+        _added(x, y),
+        _added(x, y[0]),
+        _added(x, z),
+        _added(z.clone(), y),
+        (x + 2).add_(y, alpha=3),
     ],
     torch.bmm: lambda x, y, z: [torch.bmm(x, y.mT), torch.bmm(z, y.mT), torch.bmm(x, z.mT)],
     torch.baddbmm: lambda x, y, z: [

@@ -4,11 +4,13 @@ With them, `torch.autograd.forward_ad` runs through a GPTModel of local layers. 
 is: maps that are linear in their input (the tangent goes through the same map), fused activations
 and fused softmaxes. A function without a rule is a `MissingRule` that names it. Compiled functions,
 through which torch would lose a tangent without a word, run uncompiled. `QUICKER` has rules in
-place of some of torch's own, which pass over memory more often than they have to.
+place of some of torch's own, which pass over memory more often than they have to, and `WHOLE` what
+stands for whole functions of Megatron: attention, which would hold all scores at once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +24,13 @@ from megatron.core.fusions import (
     fused_bias_swiglu,
     fused_softmax,
 )
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from megatron_logra.optimizer import forward_attention
 
 Function = type[torch.autograd.Function]
 Values = tuple[Any, ...]
@@ -130,7 +136,13 @@ def _add(result: Tensor, of: Values, moved: Tangents, *, alpha: float = 1) -> Te
     if dx is not None and dy is not None:
         return torch.add(dx, dy, alpha=alpha)
     only = dy * alpha if dx is None else dx
-    return only.to(result.dtype).expand_as(result)
+    # A tangent of its own, which `add_` may write to, with the strides that torch wants.
+    return torch.empty_like(result).copy_(only)
+
+
+def _add_in_place(result: Tensor, of: Values, moved: Tangents, *, alpha: float = 1) -> Tensor:
+    dx, dy = moved
+    return dx if dy is None else dx.add_(dy, alpha=alpha)
 
 
 def _bmm(result: Tensor, of: Values, moved: Tangents) -> Tensor:
@@ -180,6 +192,7 @@ def _rms_norm(
 QUICKER: dict[Any, Callable[..., Tensor]] = {
     torch.Tensor.mul: _mul,
     torch.Tensor.add: _add,
+    torch.Tensor.add_: _add_in_place,
     torch.bmm: _bmm,
     torch.baddbmm: _baddbmm,
     torch.nn.functional.silu: _plain_silu,
@@ -190,6 +203,13 @@ QUICKER: dict[Any, Callable[..., Tensor]] = {
 
 torch's are the same, with more passes over memory: zeros for what has no tangent, and sums.
 """
+
+
+WHOLE: dict[tuple[Any, str], Callable[..., Tensor]] = {
+    (DotProductAttention, "forward"): forward_attention.attention,
+    (rope_utils, "_apply_rotary_pos_emb_bshd"): forward_attention.rotated,
+}
+"""own(original, *arguments): functions of Megatron that have one of their own in forward mode."""
 
 
 class _Quicker(TorchFunctionMode):
@@ -204,7 +224,8 @@ class _Quicker(TorchFunctionMode):
             return function(*args, **kwargs)
         duals = [_unpacked(argument) for argument in args]
         values, tangents = tuple(d[0] for d in duals), tuple(d[1] for d in duals)
-        if all(tangent is None for tangent in tangents):
+        in_place = function is torch.Tensor.add_
+        if all(tangent is None for tangent in (tangents[:1] if in_place else tangents)):
             return function(*args, **kwargs)
         result = function(*values, **kwargs)
         return forward_ad.make_dual(result, rule(result, values, tangents, **kwargs))
@@ -231,6 +252,23 @@ def install() -> None:
     for function, rule in RULES.items():
         if "_logra_forward" not in vars(function):
             _add_rule(function, rule)
+    for (owner, name), own in WHOLE.items():
+        _replace(owner, name, own)
+
+
+def _replace(owner: Any, name: str, own: Callable[..., Tensor]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, "_logra_forward"):
+        return
+
+    @functools.wraps(original)
+    def chosen(*arguments: Any, **named: Any) -> Tensor:
+        if in_forward_mode():
+            return own(original, *arguments, **named)
+        return original(*arguments, **named)
+
+    chosen._logra_forward = original  # type: ignore[attr-defined]
+    setattr(owner, name, chosen)
 
 
 def _add_rule(function: Any, rule: Rule) -> None:
