@@ -1,6 +1,6 @@
 """Time and memory of the KL probe, by both estimators, beside one forward of the same tokens.
 
-    python tools/bench_probe.py [--json FILE] [--hidden 768 --layers 7 --responses 8 …]
+    python tools/bench_probe.py [--json FILE] [--hidden 768 --layers 7 --responses 4 --sequence 512 …]
 
 The limit is 2.2 forwards. Peak bytes are of tensors that live during the prediction, beyond what
 there was before it, counted from the allocations.
@@ -90,8 +90,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--rows", type=int, default=4, help="responses of one forward")
     parser.add_argument("--max-tokens", type=int, default=4096, help="positions of one forward")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")

@@ -152,8 +152,8 @@ class Remainder:
         """`split_fp32` without copies, of some rows; uses `value` up."""
         bits = value.view(torch.int32)
         self.remainder[rows].copy_(bits)
-        bits.add_(0x8000).bitwise_right_shift_(16)
-        self.weight[rows].view(torch.int16).copy_(bits)
+        bits.bitwise_or_(1)  # as in `nearest_bf16`
+        self.weight[rows].copy_(value)
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
@@ -172,10 +172,10 @@ def nearest_bf16(value: torch.Tensor) -> torch.Tensor:
     """fp32 → nearest bf16, ties away from zero.
 
     With ties to even, the distance to the fp32 could be -2¹⁵ and +2¹⁵ of its last places, which
-    16 bits cannot tell apart.
+    16 bits cannot tell apart. torch's ties go to even; the lowest bit of an fp32 makes a tie more
+    than one, and nothing else rounds differently for it.
     """
-    bits = value.view(torch.int32) + 0x8000
-    return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    return (value.view(torch.int32) | 1).view(torch.float32).to(torch.bfloat16)
 
 
 def split_fp32(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
