@@ -87,6 +87,7 @@ METRIC_KEYS: tuple[Metric, ...] = (
     Metric("policy/alpha", "factor", "α, by which the step was scaled"),
     Metric("policy/kl_realised", "nats/token", "KL measured after the step, at an interval"),
     Metric("policy/kl_ratio", "ratio", "realised over predicted KL of the step as applied"),
+    Metric("policy/kl_along", "nats/token", "part of kl_realised along the prediction"),
     Metric("policy/kl_correction", "factor", "c of step_control.adaptive: α² c K = budget"),
     Metric("policy/mismatch", "nats/token", "mean rollout logprob minus trainer logprob"),
     Metric("policy/entropy", "nats/token", "of the sampling distribution at generated tokens"),

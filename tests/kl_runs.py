@@ -26,6 +26,8 @@ class Row:
     scaled: float
     """Predicted KL of the step as taken."""
     realised: float
+    along: float
+    """The part of the realised KL along the prediction."""
 
 
 def table(
@@ -35,7 +37,34 @@ def table(
     return [_row(directory, sections, seed, budget) for budget in budgets]
 
 
-def _row(directory: Path, sections: dict[str, Any], seed: int, budget: float) -> Row:
+def off_the_grid(
+    directory: Path, seed: int, draws: int, budgets: tuple[float, ...]
+) -> list[list[Row]]:
+    """Steps in bf16 of some draws, by budget, where masters lie anywhere between bf16 numbers.
+
+    As they do after some updates. Those that were just read from bf16 lie on the numbers, and a
+    change of less than half their distance is not seen at all.
+    """
+    bf16 = {"train": {"precision": "bf16", "micro_batch_size": 2}}
+    return [
+        [_row(directory, bf16, seed + draw, budget, spread=True) for draw in range(draws)]
+        for budget in budgets
+    ]
+
+
+def _spread(learner: Learner, seed: int) -> None:
+    """Move each master by up to half the distance of bf16 numbers, which leaves the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    assert learner.sketch is not None
+    for master in learner.sketch.masters:
+        value = master.value()
+        distance = 2.0 ** (torch.frexp(value).exponent - 8)
+        master.load(value + (torch.rand(value.shape, generator=generator) - 0.5) * distance)
+
+
+def _row(
+    directory: Path, sections: dict[str, Any], seed: int, budget: float, *, spread: bool = False
+) -> Row:
     control = {
         "kl_budget": budget,
         "kl_budget_final": budget,
@@ -44,6 +73,8 @@ def _row(directory: Path, sections: dict[str, Any], seed: int, budget: float) ->
         "realised_kl_interval": 1,
     }
     learner = first_learner(directory, sections | {"step_control": control}, seed)
+    if spread:
+        _spread(learner, seed)
     assert learner.sketch is not None and learner.predictor is not None
     sketch, predictor = learner.sketch, learner.predictor
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +96,8 @@ def _row(directory: Path, sections: dict[str, Any], seed: int, budget: float) ->
     assert result.applied and result.alpha is not None and result.alpha < 3
     assert result.kl_predicted_scaled is not None and result.kl_realised is not None
     assert result.kl_ratio == result.kl_realised / result.kl_predicted_scaled
-    return Row(predicted, result.kl_predicted_scaled, result.kl_realised)
+    assert result.kl_along is not None
+    return Row(predicted, result.kl_predicted_scaled, result.kl_realised, result.kl_along)
 
 
 def first_learner(directory: Path, sections: dict[str, Any], seed: int) -> Learner:

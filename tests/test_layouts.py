@@ -77,7 +77,8 @@ def assert_same(run: Trajectory, reference: Trajectory, tolerance: float = 1e-5)
             if theirs[key] is not None:
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-4), key
         if theirs["kl_realised"] is not None:
-            assert mine["kl_realised"] == pytest.approx(theirs["kl_realised"], rel=1e-2)
+            for key in ("kl_realised", "kl_along"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-2), key
 
 
 EVERYWHERE = ("frozen", "adam")

@@ -365,9 +365,10 @@ def test_projections_are_refreshed_as_configured(checkpoint, pg, generator):
     assert not torch.equal(seen[2], seen[3])
 
 
+@pytest.mark.parametrize("budget", [2e-5, 2e-4, 2e-3])
 @pytest.mark.parametrize("estimator", ["forward_ad", "finite_difference"])
-def test_bf16_realised_kl_stays_near_the_prediction(estimator, checkpoint, pg, generator):
-    """bf16 logits are coarse; the step itself is applied in fp32, so at 2e-3 both agree to 10 %.
+def test_bf16_realised_kl_stays_near_the_prediction(estimator, budget, checkpoint, pg, generator):
+    """bf16 logits are coarse; the step itself is applied in fp32, so that both agree to 10 %.
 
     Differences are taken where a small model's curve bends.
     """
@@ -375,8 +376,8 @@ def test_bf16_realised_kl_stays_near_the_prediction(estimator, checkpoint, pg, g
         checkpoint,
         train={"precision": "bf16"},
         step_control={
-            "kl_budget": 2e-3,
-            "kl_budget_final": 2e-3,
+            "kl_budget": budget,
+            "kl_budget_final": budget,
             "update_ratio": 3e-3,
             "factor_dtype": "bf16",
             "estimator": estimator,

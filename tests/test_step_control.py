@@ -70,6 +70,18 @@ def test_three_ratios_in_a_row_outside_are_a_warning():
     assert found.state.unexpected_in_a_row == 0
 
 
+def test_rounding_that_adds_to_a_step_as_predicted_is_told_once():
+    found = control()
+    said = [found.observe_realised(2e-5, 12e-5, 2.2e-5) for _ in range(9)]
+    assert [i for i, text in enumerate(said) if text] == [2]
+    assert "along the prediction it is 1.1 times" in said[2]
+    assert "rounding, which alone moves the policy by 9.8e-05 nats a token" in said[2]
+    found = control()
+    said = [found.observe_realised(2e-5, 12e-5, 20e-5) for _ in range(6)]
+    assert [i for i, text in enumerate(said) if text] == [2, 5]
+    assert "too large for the prediction" in said[2]
+
+
 def test_the_adaptive_correction_follows_its_formula():
     found = control(adaptive=True, adaptive_ema=0.5)
     assert found.correction == 1.0 and found.alpha(1e-4, 1e-4) == 1.0

@@ -1,6 +1,6 @@
 """Time and memory of the KL probe, by both estimators, beside one forward of the same tokens.
 
-    python tools/bench_probe.py [--json FILE] [--hidden 768 --layers 7 --responses 4 --sequence 512 …]
+    python tools/bench_probe.py [--json FILE] [--responses 4 --sequence 512 --hidden 768 …]
 
 The limit is 2.2 forwards. Peak bytes are of tensors that live during the prediction, beyond what
 there was before it, counted from the allocations.

@@ -62,6 +62,8 @@ class StepResult:
     """Measured KL of the step taken, where it was measured."""
     kl_ratio: float | None = None
     """Realised over predicted KL of the step taken."""
+    kl_along: float | None = None
+    """The part of the realised KL that lies along the prediction, without rounding."""
     kl_correction: float | None = None
     """c, by which `step_control.adaptive` multiplied the prediction."""
     update_ratio: float | None = None
@@ -289,7 +291,7 @@ class Learner:
         self._count_gathers(applied, report)
         if not applied:
             self.control.load_state_dict(before)
-        realised = ratio = None
+        realised = ratio = along = None
         notes = []
         if self.predictor is not None and self.predictor.estimator != chosen:
             notes.append(f"KL predicted by {self.predictor.estimator}: {self.predictor.reason}")
@@ -304,10 +306,11 @@ class Learner:
             if report.kl_predicted is not None:
                 self.control.observe_prediction(report.kl_predicted)
             if old_policy is not None and probe is not None and self.predictor is not None:
-                realised = self.predictor.realised(probe, old_policy)
+                measured = self.predictor.realised(probe, old_policy)
+                realised, along = measured.kl, measured.along
                 if scaled is not None and scaled > 0:
                     ratio = realised / scaled
-                    warning = self.control.observe_realised(scaled, realised)
+                    warning = self.control.observe_realised(scaled, realised, along)
                     notes += [warning] if warning is not None else []
         measuring = time.perf_counter() - begun - taken
         seconds = {
@@ -324,6 +327,7 @@ class Learner:
             alpha=report.alpha,
             kl_realised=realised,
             kl_ratio=ratio,
+            kl_along=along,
             kl_correction=correction,
             update_ratio=report.update_ratio,
             sketch_norm=report.sketch_norm,

@@ -92,6 +92,18 @@ class Policy:
     pipeline stages that are not the last."""
     output_weight: torch.Tensor | None
     """A copy of the output layer's weight, if it is trained."""
+    slopes: list[torch.Tensor]
+    """Derivatives of `hidden` along the step, [n, 1, h] in pieces: the next prediction's."""
+
+
+@dataclass(frozen=True)
+class Realised:
+    """How far a step has moved the policy on a probe, nats per token."""
+
+    kl: float
+    """Exact KL(old ‖ new)."""
+    along: float | None
+    """The part of it along the predicted change of the logits; None if nothing was predicted."""
 
 
 class PredictedKL:
@@ -135,6 +147,7 @@ class PredictedKL:
         """Why it is in use."""
         self.pg = pg
         self._twins: list[torch.nn.Module] = []
+        self._slopes: list[torch.Tensor] | None = None  # where a prediction leaves them, if at all
 
     @torch.no_grad()
     def predict(self, probe: ProbeBatch, expected: float) -> float:
@@ -157,10 +170,13 @@ class PredictedKL:
 
     def _by_forward_mode(self, probe: ProbeBatch) -> float:
         total = self._nothing(probe)
+        self._keep_no_slopes()
         for part in self._parts(probe):
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return self._half_covariances([_select(hidden, mask)], logits_fn)
+                own = _select(hidden, mask)
+                self._keep_slope(forward_ad.unpack_dual(own).tangent)
+                return self._half_covariances([own], logits_fn)
 
             with rules.forward_mode(), self.capture.tangent():
                 found = self._run(part, head, tangents=True)
@@ -191,6 +207,7 @@ class PredictedKL:
         """
         pairs = len(lengths) * (len(lengths) + 1) // 2
         total = torch.zeros(pairs, dtype=torch.float64, device=probe.tokens.device)
+        self._keep_no_slopes()
         *first, last = [sign * step * length for length in lengths for sign in (1, -1)]
         for part in self._parts(probe):
             before = [self._hidden_at(part, scale, seed) for seed, scale in enumerate(first)]
@@ -204,6 +221,7 @@ class PredictedKL:
                     (a - b) / (2 * step * length)
                     for a, b, length in zip(ahead, behind, lengths, strict=True)
                 ]
+                self._keep_slope(slopes[0] if len(slopes) == 1 else (4 * slopes[0] - slopes[1]) / 3)
                 middle, *slopes = (values.to(hidden.dtype) for values in (middle, *slopes))
                 with rules.forward_mode():
                     changed = [forward_ad.make_dual(middle, slope) for slope in slopes]
@@ -213,6 +231,15 @@ class PredictedKL:
                 found = self._run(part, head)
             total += 0 if found is None else found
         return self._means(total, probe)
+
+    def _keep_no_slopes(self) -> None:
+        if self._slopes is not None:
+            self._slopes.clear()
+
+    def _keep_slope(self, slope: torch.Tensor | None) -> None:
+        """Leave a pass's derivative of the hidden states to `realised`, if that will be asked."""
+        if self._slopes is not None and slope is not None:
+            self._slopes.append(slope.clone())
 
     def _hidden_at(self, part: ProbeBatch, scale: float, seed: int) -> Any:
         """The last hidden states at the mask, [n, 1, h], with a side path of length `scale`."""
@@ -340,40 +367,74 @@ class PredictedKL:
 
     @torch.no_grad()
     def remember(self, probe: ProbeBatch) -> Policy:
-        """What `realised` needs of the policy as it is now."""
+        """What `realised` needs of the policy as it is now, and of the prediction that follows."""
         found = [self._run(part, _picker(part)) for part in self._parts(probe)]
         parts = [hidden for hidden in found if hidden is not None]
         hidden = torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
         weight = self._output_weight()
         trained = weight is not None and weight.requires_grad
-        return Policy(hidden, weight.detach().clone() if weight is not None and trained else None)
+        kept = weight.detach().clone() if weight is not None and trained else None
+        self._slopes = []
+        return Policy(hidden, kept, self._slopes)
 
     @torch.no_grad()
-    def realised(self, probe: ProbeBatch, old: Policy) -> float:
-        """Exact KL(old ‖ new), nats per token, from what was kept before the step."""
-        total = self._nothing(probe)
-        done = 0
+    def realised(self, probe: ProbeBatch, old: Policy) -> Realised:
+        """The KL of a step that was taken, from what was kept before it.
+
+        With Δz the change of the logits and ż the predicted one, the part along ż is
+        ½ Cov_p(Δz, ż)² / Var_p(ż), from the means over the probe: to second order the whole, and
+        without what rounding to bf16 adds, which has no such direction.
+        """
+        self._slopes = None
+        total = self._nothing(probe).repeat(3)
+        done, slopes = 0, iter(old.slopes)
         for part in self._parts(probe):
             count = int(part.mask.sum())
             kept = old.hidden[done : done + count]
             done += count
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, kept=kept):  # type: ignore[no-untyped-def]
-                found = torch.zeros((), dtype=torch.float64, device=hidden.device)
-                pairs = zip(
-                    kept.split(self.chunk), _select(hidden, mask).split(self.chunk), strict=True
-                )
-                for before, after in pairs:
-                    with self._output_weight_as(old.output_weight):
-                        old_logits = logits_fn(before)
-                    old_logprobs = self._log_softmax(old_logits)
-                    new_logprobs = self._log_softmax(logits_fn(after))
-                    found += (old_logprobs.exp() * (old_logprobs - new_logprobs)).sum()
-                return all_reduce(found.unsqueeze(0), self.pg.tp)
+                slope = next(slopes, None)
+                before, after = kept.split(self.chunk), _select(hidden, mask).split(self.chunk)
+                ahead = [None] * len(before) if slope is None else slope.split(self.chunk)
+                found = torch.zeros(3, dtype=torch.float64, device=hidden.device)
+                for pieces in zip(before, ahead, after, strict=True):
+                    found += self._realised(*pieces, logits_fn, old.output_weight)
+                return found
 
             found = self._run(part, head)
             total += 0 if found is None else found
-        return self._means(total, probe)[0]
+        kl, shared, predicted = self._means(total, probe)
+        return Realised(kl, shared**2 / predicted if predicted > 0 else None)
+
+    def _realised(
+        self,
+        before: torch.Tensor,
+        slope: torch.Tensor | None,
+        after: torch.Tensor,
+        logits_fn: LogitsFn,
+        output_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """KL, ½ Cov_p(Δz, ż) and ½ Var_p(ż), summed over positions: float64 [3].
+
+        Args:
+            before: hidden states [n, 1, h] of the old policy.
+            slope: their predicted change, likewise, to some scale.
+            after: hidden states of the new policy.
+            logits_fn: the output layer as it is now.
+            output_weight: its weight as it was, if it is trained.
+        """
+        with self._output_weight_as(output_weight), rules.forward_mode():
+            dual = before if slope is None else forward_ad.make_dual(before, slope.to(before.dtype))
+            old_logits, tangent = forward_ad.unpack_dual(logits_fn(dual))
+        new_logits = logits_fn(after)
+        old, new = self._log_softmax(old_logits), self._log_softmax(new_logits)
+        kl = all_reduce((old.exp() * (old - new)).sum().unsqueeze(0), self.pg.tp)
+        if tangent is None:
+            return torch.cat((kl, torch.zeros_like(kl).repeat(2)))
+        change = new_logits.float() - old_logits.float()
+        pairs = self._half_covariance(old_logits, [tangent, change]).sum(dim=-1)
+        return torch.cat((kl, pairs[1:2], pairs[:1]))
 
     def _output_weight(self) -> torch.nn.Parameter | None:
         """The output layer's weight; None on pipeline stages that are not the last."""

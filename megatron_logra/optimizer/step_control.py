@@ -8,9 +8,10 @@ where c = 1, unless `adaptive` is on: then c is a moving geometric average of re
 predicted KL, ln c ← ln c + w (ln clip(realised / (α² K), ¼, 4) - ln c), beginning with the first
 ratio. It corrects what the second order leaves out and stays the same from step to step: a
 curvature that makes large steps go less far than predicted, or Adam's part on the non-targets. It
-cannot correct what differs from step to step. It learns nothing between two measurements of the
-realised KL. And as the ratio depends on the step's size, c lags behind a changing budget by about
-1/w measurements.
+cannot correct what differs from step to step. It takes what rounding to bf16 adds for movement, and
+makes steps of less than some 1e-4 nats, which measure several times as much, smaller still. It
+learns nothing between two measurements of the realised KL. And as the ratio depends on the step's
+size, c lags behind a changing budget by about 1/w measurements.
 """
 
 from __future__ import annotations
@@ -80,16 +81,20 @@ class StepControl:
         """Take in the predicted KL at α = 1 of an update that was applied."""
         self.state.last_predicted = predicted
 
-    def observe_realised(self, predicted: float, realised: float) -> str | None:
+    def observe_realised(
+        self, predicted: float, realised: float, along: float | None = None
+    ) -> str | None:
         """Take in a measurement after a step.
 
         Args:
             predicted: KL of the step as applied, nats per token.
             realised: the measured one.
+            along: the part of it along the prediction, if known.
 
         Returns:
             A warning, if this is the last of `RATIO_PATIENCE` measurements in a row that are far
-            from their predictions.
+            from their predictions. Where the part along the prediction is as predicted, the rest is
+            rounding, of which the first of these warnings says enough.
         """
         if predicted <= 0 or not math.isfinite(realised):
             return None
@@ -102,12 +107,22 @@ class StepControl:
             state.unexpected_in_a_row = 0
             return None
         state.unexpected_in_a_row += 1
-        if state.unexpected_in_a_row % RATIO_PATIENCE:
+        times = state.unexpected_in_a_row
+        warning = (
+            f"the realised KL has been outside {low:g} to {high:g} times the predicted one "
+            f"{times} times in a row, now {ratio:.2g} times: "
+        )
+        if along is not None and ratio > high and low <= along / predicted <= high:
+            if times != RATIO_PATIENCE:
+                return None
+            return (
+                f"{warning}along the prediction it is {along / predicted:.2g} times, and the rest "
+                f"is rounding, which alone moves the policy by {realised - along:.1e} nats a token"
+            )
+        if times % RATIO_PATIENCE:
             return None
         return (
-            f"the realised KL has been outside {low:g} to {high:g} times the predicted one "
-            f"{state.unexpected_in_a_row} times in a row, now {ratio:.2g} times: the steps are too "
-            "large for the prediction, or too small for the precision"
+            f"{warning}the steps are too large for the prediction, or too small for the precision"
         )
 
     def expected_kl(self, update: int) -> float:

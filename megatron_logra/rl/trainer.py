@@ -360,6 +360,7 @@ class Trainer:
             "policy/kl_budget": result.kl_budget,
             "policy/kl_realised": result.kl_realised,
             "policy/kl_ratio": result.kl_ratio,
+            "policy/kl_along": result.kl_along,
             "policy/kl_correction": result.kl_correction,
             "policy/alpha": result.alpha,
             "train/sketch_norm": result.sketch_norm,
