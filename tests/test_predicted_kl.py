@@ -262,6 +262,7 @@ def test_an_invalid_prediction_leaves_the_run_able_to_go_on(estimator, directory
     result = learner.step(probe_of(batches[0]))
     weight.data.copy_(kept)
     assert not result.applied and "finite" in result.reason
+    assert learner.predictor._slopes is None  # nothing is kept for a measurement that will not be
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(learner), strict=True))
     assert counters(learner) == numbers
     backward(learner, batches)

@@ -291,6 +291,8 @@ class Learner:
         self._count_gathers(applied, report)
         if not applied:
             self.control.load_state_dict(before)
+            if self.predictor is not None:
+                self.predictor.forget()
         realised = ratio = along = None
         notes = []
         if self.predictor is not None and self.predictor.estimator != chosen:

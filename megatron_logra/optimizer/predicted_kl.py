@@ -377,6 +377,10 @@ class PredictedKL:
         self._slopes = []
         return Policy(hidden, kept, self._slopes)
 
+    def forget(self) -> None:
+        """Keep nothing more for `realised`, as after a step that was not taken."""
+        self._slopes = None
+
     @torch.no_grad()
     def realised(self, probe: ProbeBatch, old: Policy) -> Realised:
         """The KL of a step that was taken, from what was kept before it.
@@ -385,7 +389,7 @@ class PredictedKL:
         ½ Cov_p(Δz, ż)² / Var_p(ż), from the means over the probe: to second order the whole, and
         without what rounding to bf16 adds, which has no such direction.
         """
-        self._slopes = None
+        self.forget()
         total = self._nothing(probe).repeat(3)
         done, slopes = 0, iter(old.slopes)
         for part in self._parts(probe):
