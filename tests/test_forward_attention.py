@@ -45,6 +45,14 @@ def differences(call, inputs, tangents, step: float = 1e-5) -> torch.Tensor:
     return (up - down) / (2 * step)
 
 
+def assert_follows(call, inputs, tangents) -> None:
+    """In forward mode a function has its own value, and central differences as its tangent."""
+    value, tangent = moved(call, inputs, tangents)
+    torch.testing.assert_close(value, call(*inputs), rtol=1e-12, atol=1e-12)
+    expected = differences(call, inputs, tangents)
+    assert (tangent - expected).norm() < 1e-8 * expected.norm()
+
+
 def draw(generator, groups: int = HEADS) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Queries, keys and values in float64, and tangents."""
     shapes = [(LENGTH, BATCH, heads, CHANNELS) for heads in (HEADS, groups, groups)]
@@ -78,14 +86,7 @@ def queries(request, monkeypatch) -> int:
 def test_attention_by_blocks_follows_central_differences(case, queries, pg, generator) -> None:
     module = attention(pg, **CASES[case])
     inputs, tangents = draw(generator, CASES[case].get("num_query_groups", HEADS))
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return module(*tensors, None)
-
-    value, tangent = moved(call, inputs, tangents)
-    torch.testing.assert_close(value, call(*inputs), rtol=1e-12, atol=1e-12)
-    expected = differences(call, inputs, tangents)
-    assert (tangent - expected).norm() < 1e-8 * expected.norm()
+    assert_follows(lambda *tensors: module(*tensors, None), inputs, tangents)
 
 
 @pytest.mark.parametrize("batch", [1, BATCH])
@@ -94,14 +95,7 @@ def test_a_given_mask_hides_what_it_says(batch, queries, pg, generator) -> None:
     inputs, tangents = draw(generator)
     mask = torch.rand(batch, 1, LENGTH, LENGTH, generator=generator) < 0.4
     mask[..., 0] = False
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return module(*tensors, mask)
-
-    value, tangent = moved(call, inputs, tangents)
-    torch.testing.assert_close(value, call(*inputs), rtol=1e-12, atol=1e-12)
-    expected = differences(call, inputs, tangents)
-    assert (tangent - expected).norm() < 1e-8 * expected.norm()
+    assert_follows(lambda *tensors: module(*tensors, mask), inputs, tangents)
 
 
 def test_in_bf16_it_rounds_where_megatron_does(pg, generator) -> None:

@@ -79,12 +79,12 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
             for name in ESTIMATORS:
                 off[name].append(abs(row.predicted[name] / exact.predicted["forward_ad"] - 1))
             off["realised"].append(abs(row.realised / row.scaled - 1))
-    # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: these were off
-    # by more than 0.1 for 5 of 72 directions of 24 models, and by more than 0.15 for one.
+    # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: of 48 draws
+    # these were off by more than 0.1 in one, and of 72 the realised KL by more than 0.3 in two.
     assert max(off["forward_ad"]) < 0.1 and statistics.median(off["forward_ad"]) < 0.05
     differences = off["finite_difference"]
-    assert max(differences) < 0.25 and statistics.median(differences) < 0.15
-    assert statistics.median(off["realised"]) < 0.3
+    assert max(differences) < 0.25 and statistics.median(differences) < 0.1
+    assert max(off["realised"]) < 0.5 and statistics.median(off["realised"]) < 0.3
 
 
 def test_along_the_prediction_bf16_realises_it_and_rounding_adds_the_rest(ranks, directory, seed):

@@ -92,8 +92,6 @@ class Policy:
     pipeline stages that are not the last."""
     output_weight: torch.Tensor | None
     """A copy of the output layer's weight, if it is trained."""
-    slopes: list[torch.Tensor]
-    """Derivatives of `hidden` along the step, [n, 1, h] in pieces: the next prediction's."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,9 @@ class PredictedKL:
         """Why it is in use."""
         self.pg = pg
         self._twins: list[torch.nn.Module] = []
-        self._slopes: list[torch.Tensor] | None = None  # where a prediction leaves them, if at all
+        # Derivatives of the last hidden states along the step, [n, 1, h] for each part of a probe:
+        # those of the last prediction; None where no measurement will ask for them.
+        self._slopes: list[torch.Tensor] | None = None
 
     @torch.no_grad()
     def predict(self, probe: ProbeBatch, expected: float) -> float:
@@ -373,9 +373,8 @@ class PredictedKL:
         hidden = torch.cat(parts) if parts else torch.empty(0, device=probe.tokens.device)
         weight = self._output_weight()
         trained = weight is not None and weight.requires_grad
-        kept = weight.detach().clone() if weight is not None and trained else None
         self._slopes = []
-        return Policy(hidden, kept, self._slopes)
+        return Policy(hidden, weight.detach().clone() if weight is not None and trained else None)
 
     def forget(self) -> None:
         """Keep nothing more for `realised`, as after a step that was not taken."""
@@ -389,9 +388,9 @@ class PredictedKL:
         ½ Cov_p(Δz, ż)² / Var_p(ż), from the means over the probe: to second order the whole, and
         without what rounding to bf16 adds, which has no such direction.
         """
-        self.forget()
         total = self._nothing(probe).repeat(3)
-        done, slopes = 0, iter(old.slopes)
+        done, slopes = 0, iter(self._slopes or ())
+        self.forget()
         for part in self._parts(probe):
             count = int(part.mask.sum())
             kept = old.hidden[done : done + count]

@@ -94,7 +94,7 @@ class StepControl:
         Returns:
             A warning, if this is the last of `RATIO_PATIENCE` measurements in a row that are far
             from their predictions. Where the part along the prediction is as predicted, the rest is
-            rounding, of which the first of these warnings says enough.
+            not the step's, and the first of these warnings says enough.
         """
         if predicted <= 0 or not math.isfinite(realised):
             return None
@@ -116,8 +116,8 @@ class StepControl:
             if times != RATIO_PATIENCE:
                 return None
             return (
-                f"{warning}along the prediction it is {along / predicted:.2g} times, and the rest "
-                f"is rounding, which alone moves the policy by {realised - along:.1e} nats a token"
+                f"{warning}along the prediction it is {along / predicted:.2g} times; the other "
+                f"{realised - along:.1e} nats a token are rounding, or what Adam does to the rest"
             )
         if times % RATIO_PATIENCE:
             return None
