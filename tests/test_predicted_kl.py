@@ -26,7 +26,7 @@ from megatron_logra.model.gpt import forward_head
 from megatron_logra.model.specs import FUSED_NAMES, block_spec
 from megatron_logra.model.twin import local_twin, share_parameters
 from megatron_logra.optimizer.learner import Learner
-from megatron_logra.optimizer.predicted_kl import ProbeBatch, kl_at_zero
+from megatron_logra.optimizer.predicted_kl import ProbeBatch
 
 SOME = ("tp2-sequence", "tp2-dp2", "pp2-interleaved", "pp2-dp2", "cp2-tp2")
 """Layouts that have between them all that a probe must cross."""
@@ -74,21 +74,20 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
     sections = {"parallel": parallel, "train": {"precision": "bf16", "micro_batch_size": 2}}
     off: dict[str, list[float]] = {name: [] for name in (*ESTIMATORS, "realised")}
     for drawn in (seed, seed + 1, seed + 2):
-        ((exact,),) = ranks.run(1, table, directory, {}, drawn, (2e-3,))
         for (row,) in ranks.run(size, table, directory, sections, drawn, (2e-3,)):
             for name in ESTIMATORS:
-                off[name].append(abs(row.predicted[name] / exact.predicted["forward_ad"] - 1))
+                off[name].append(abs(row.predicted[name] / row.in_fp32 - 1))
             off["realised"].append(abs(row.realised / row.scaled - 1))
-    # Now and then the KL bends much before 2e-3, or before the 5e-3 of differences: of 48 draws
-    # these were off by more than 0.1 in one, and of 72 the realised KL by more than 0.3 in two.
-    assert max(off["forward_ad"]) < 0.1 and statistics.median(off["forward_ad"]) < 0.05
+    assert max(off["forward_ad"]) < 0.05
+    # Where the KL bends before 2e-3, differences see less of it: of 200 draws three were off by
+    # more than 0.1, the most by 0.34. In 100 draws the realised KL was off by 0.37 at most.
     differences = off["finite_difference"]
-    assert max(differences) < 0.25 and statistics.median(differences) < 0.1
+    assert max(differences) < 0.5 and statistics.median(differences) < 0.1
     assert max(off["realised"]) < 0.5 and statistics.median(off["realised"]) < 0.3
 
 
 def test_along_the_prediction_bf16_realises_it_and_rounding_adds_the_rest(ranks, directory, seed):
-    """Of 14 draws the median was 1.02 and 0.93 along, 2.05 and 1.06 in all."""
+    """Of 100 draws the median was 1.00 and 0.98 along, 2.2 and 1.14 in all."""
     ((small, large),) = ranks.run(1, off_the_grid, directory, seed, 7, (2e-4, 2e-3))
     along = [statistics.median(row.along / row.scaled for row in rows) for rows in (small, large)]
     assert along[0] == pytest.approx(1, abs=0.3) and along[1] == pytest.approx(1, abs=0.2)
@@ -129,16 +128,6 @@ def test_both_estimators_agree_with_float64_at_any_temperature(
         predicted = learner.predictor.predict(probe_of(batch), 1e-4)
         exact = reference.predicted_kl(changes, batch, temperature)
         assert predicted == pytest.approx(exact, rel=1e-3)
-
-
-def test_slopes_at_two_lengths_give_the_kl_without_bend_and_noise_and_never_less_than_none():
-    kl, noise = 3e-4, 2e-5
-    for bend in (-0.01, 0.0, 0.01):
-        values = kl * (1 + 2 * bend) + noise, kl * (1 + 5 * bend), kl * (1 + 8 * bend) + noise / 4
-        assert kl_at_zero(*values) == pytest.approx(kl, rel=1e-9)
-    for bend in (-0.4, -0.2, 0.2, 0.4):  # far beyond the first order
-        near, far = 1 + bend, 1 + 4 * bend
-        assert kl_at_zero(near * near, near * far, far * far) == pytest.approx(1)
 
 
 def prepared(

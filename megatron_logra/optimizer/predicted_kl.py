@@ -10,14 +10,9 @@ averaged over the probe's generated positions. There are two ways to ż; neither
   output layer is differentiated exactly, so that no small difference of rounded logits is taken.
   ε is chosen such that the KL at ε is near `AIM`: far above rounding noise and far below where the
   curve bends. It starts from the KL that is expected, and is corrected if that was far off.
-  In bf16 no length is both, so that two more passes are taken, at ±2ε. With v_ij half the
-  covariance of the two slopes (1 at ε, 2 at 2ε),
-      v₁₁ = KL (1 + 2a) + n,    v₁₂ = KL (1 + 5a),    v₂₂ = KL (1 + 8a) + n/4
-  for a bend a in proportion to ε², to its first order, and noise of variance n, independent from
-  pass to pass. Solved for the KL: (v₁₁ + 6 v₁₂ - 4 v₂₂) / 3. Where v₁₁ and v₁₂ are further apart
-  than `BEND`, higher orders count, and that could come to anything; there it is half the variance
-  of Richardson's slope (4 ż₁ - ż₂)/3, which is never negative and has 16/9 n in it. Logits are
-  differentiated around h at ε = 0 as the means at ±ε and ±2ε extrapolate to it, (4 h₁ - h₂)/3.
+  In bf16 no length is both, so that two more passes are taken at the same ±ε, which round
+  otherwise. The KL is half the covariance of the two slopes: rounding has no part in it, being
+  independent from pass to pass, and ε may be shorter than one slope alone would need.
 
 The prediction is of the targets' update alone: where non-targets are trained by Adam, their part of
 the step is in the realised KL only.
@@ -48,10 +43,10 @@ from megatron_logra.model.twin import has_twin, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
-AIM = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+AIM = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 """KL at ε of finite differences, nats per token, by the activations' type."""
-BEND = 0.15
-"""By how much the two slopes' covariance may differ from the near slope's variance."""
+PAIRS = {torch.float32: 1, torch.bfloat16: 2}
+"""How often passes at ±ε are taken, likewise."""
 BAND = {torch.float32: 2.0, torch.bfloat16: 1.5}
 """Factor by which the KL at ε may miss `AIM` without another try, likewise."""
 TRIES = 6
@@ -186,43 +181,30 @@ class PredictedKL:
     def _by_differences(self, probe: ProbeBatch, expected: float) -> float:
         dtype = self.capture.targets[0].weight.dtype
         aim, band = AIM[dtype], BAND[dtype]
-        lengths = (1,) if dtype == torch.float32 else (1, 2)
         step = math.sqrt(aim / expected)
         for _ in range(TRIES):
-            slopes = self._slopes_at(probe, step, lengths)
-            moved = slopes[0] * step**2
+            kl = self._difference(probe, step, PAIRS[dtype])
+            moved = kl * step**2
             if not math.isfinite(moved) or aim / band <= moved <= aim * band:
                 break
             # At 0 nothing moves, or what moved was rounded away.
-            step *= 100.0 if moved == 0 else min(100.0, math.sqrt(aim / moved))
-        if len(lengths) == 1:
-            return slopes[0]
-        return kl_at_zero(*slopes)
+            step *= 100.0 if moved <= 0 else min(100.0, math.sqrt(aim / moved))
+        return kl
 
-    def _slopes_at(self, probe: ProbeBatch, step: float, lengths: Sequence[int]) -> list[float]:
-        """½ Cov_p of the derivatives ż/T by differences over ±step times each length.
-
-        Returns:
-            That of each pair of lengths, nats per token: (1, 1); or (1, 1), (1, 2), (2, 2).
-        """
-        pairs = len(lengths) * (len(lengths) + 1) // 2
-        total = torch.zeros(pairs, dtype=torch.float64, device=probe.tokens.device)
+    def _difference(self, probe: ProbeBatch, step: float, pairs: int) -> float:
+        """KL, nats per token, from one or two pairs of passes at ±step."""
+        sums = pairs * (pairs + 1) // 2
+        total = torch.zeros(sums, dtype=torch.float64, device=probe.tokens.device)
         self._keep_no_slopes()
-        *first, last = [sign * step * length for length in lengths for sign in (1, -1)]
+        *first, last = (step, -step) * pairs
         for part in self._parts(probe):
             before = [self._hidden_at(part, scale, seed) for seed, scale in enumerate(first)]
 
             def head(hidden: torch.Tensor, logits_fn: LogitsFn, mask=part.mask, before=before):  # type: ignore[no-untyped-def]
-                ends = [end.float() for end in (*before, _select(hidden, mask))]
-                ahead, behind = ends[::2], ends[1::2]
-                means = [(a + b) / 2 for a, b in zip(ahead, behind, strict=True)]
-                middle = means[0] if len(means) == 1 else (4 * means[0] - means[1]) / 3
-                slopes = [
-                    (a - b) / (2 * step * length)
-                    for a, b, length in zip(ahead, behind, lengths, strict=True)
-                ]
-                self._keep_slope(slopes[0] if len(slopes) == 1 else (4 * slopes[0] - slopes[1]) / 3)
-                middle, *slopes = (values.to(hidden.dtype) for values in (middle, *slopes))
+                ends = torch.stack([*before, _select(hidden, mask)]).float()
+                slopes = (ends[::2] - ends[1::2]) / (2 * step)
+                self._keep_slope(slopes.mean(dim=0))
+                middle, slopes = ends.mean(dim=0).to(hidden.dtype), slopes.to(hidden.dtype)
                 with rules.forward_mode():
                     changed = [forward_ad.make_dual(middle, slope) for slope in slopes]
                     return self._half_covariances(changed, logits_fn)
@@ -230,7 +212,8 @@ class PredictedKL:
             with self.capture.side_path(last, seed=len(first)):
                 found = self._run(part, head)
             total += 0 if found is None else found
-        return self._means(total, probe)
+        # Of the only slope with itself, or of the first with the second.
+        return self._means(total, probe)[pairs - 1]
 
     def _keep_no_slopes(self) -> None:
         if self._slopes is not None:
@@ -514,13 +497,6 @@ class PredictedKL:
         finally:
             for chunk, mode in zip(self._viewed(), training, strict=True):
                 chunk.train(mode)
-
-
-def kl_at_zero(near: float, cross: float, far: float) -> float:
-    """The KL from slopes at ε and 2ε: half their variances and covariance (see the module)."""
-    if abs(cross - near) > BEND * near:
-        return (16 * near - 8 * cross + far) / 9
-    return (near + 6 * cross - 4 * far) / 3
 
 
 def _picker(part: ProbeBatch) -> Head:
