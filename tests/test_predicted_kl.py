@@ -79,10 +79,10 @@ def test_bf16_predictions_are_those_of_fp32_at_every_layout(layout, ranks, direc
                 off[name].append(abs(row.predicted[name] / row.in_fp32 - 1))
             off["realised"].append(abs(row.realised / row.scaled - 1))
     assert max(off["forward_ad"]) < 0.05
-    # Where the KL bends before 2e-3, differences see less of it: of 200 draws three were off by
-    # more than 0.1, the most by 0.34. In 100 draws the realised KL was off by 0.37 at most.
+    # Where the KL bends before 1e-3, differences see less of it: of 137 draws two were off by
+    # more than 0.1, the most by 0.22. In 100 draws the realised KL was off by 0.37 at most.
     differences = off["finite_difference"]
-    assert max(differences) < 0.5 and statistics.median(differences) < 0.1
+    assert max(differences) < 0.25 and statistics.median(differences) < 0.1
     assert max(off["realised"]) < 0.5 and statistics.median(off["realised"]) < 0.3
 
 

@@ -43,7 +43,7 @@ from megatron_logra.model.twin import has_twin, local_twin
 from megatron_logra.optimizer import forward_ad as rules
 from megatron_logra.sketch.capture import SketchCapture
 
-AIM = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+AIM = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """KL at ε of finite differences, nats per token, by the activations' type."""
 PAIRS = {torch.float32: 1, torch.bfloat16: 2}
 """How often passes at ±ε are taken, likewise."""
