@@ -1,11 +1,11 @@
 """Bringing a rollout worker to new weights: sketches against whole weights, bytes and seconds.
 
-    python tools/bench_sync.py [--hidden 256 512 1024] [--layers 4] [--json FILE]
+    python tools/bench_sync.py [--hidden 256 512 1024] [--layers 4] [--precision fp32] [--json FILE]
 
 For each size, in one run: a real update of the trainer as a payload, decoded, checked and applied
 by a receiver with all threads (two on two cores; copying has two processes); updates and whole
 weights as payloads through files and through a process group of gloo, between two threads; and
-between two processes over gloo, whole bf16 weights by plain broadcasts and by Megatron's
+between two processes over gloo, whole weights by plain broadcasts and by Megatron's
 resharding. Beside it, what the arithmetic says for models that do not fit here.
 """
 
@@ -51,15 +51,15 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 REPEATS = 5
 
 
-def configuration(hidden: int, layers: int) -> Config:
-    """A GPT of this width in bf16, with a sketch rank of a twelfth of it."""
+def configuration(hidden: int, layers: int, precision: str) -> Config:
+    """A GPT of this width, with a sketch rank of a twelfth of it."""
     return config_from_dict(
         {
             "model": model_section(layers, hidden, 1024),
             "sketch": {"rank": hidden // 12},
             "step_control": {"mode": "lr", "lr": {"lr": 1e-3}},
             "rollout": {"placement": "separate", "sync": "sketch"},
-            "train": {"precision": "bf16", "seq_length": 64},
+            "train": {"precision": precision, "seq_length": 64},
         }
     )
 
@@ -83,9 +83,11 @@ def update(learner: Learner) -> None:
     assert learner.step(None).applied
 
 
-def measure(hidden: int, layers: int, pg: ProcessGroupCollection) -> dict[str, Any]:
+def measure(
+    hidden: int, layers: int, precision: str, pg: ProcessGroupCollection
+) -> dict[str, Any]:
     """Bytes and seconds of one size within this process."""
-    config = configuration(hidden, layers)
+    config = configuration(hidden, layers, precision)
     tconfig, arguments = transformer_config(config)
     learner = Learner(build_chunks(tconfig, arguments, pg), tconfig, config, pg)
     sender = Sender(learner, config.sketch, "bench", audit_interval=0)
@@ -136,7 +138,7 @@ def measure(hidden: int, layers: int, pg: ProcessGroupCollection) -> dict[str, A
 def transport(
     kind: type[FileSender] | type[GroupSender], sender: Sender, receiver: Receiver
 ) -> tuple[float, float]:
-    """Median seconds from an update, and from whole bf16 weights, to a receiver that has them."""
+    """Median seconds from an update, and from whole weights, to a receiver that has them."""
     with tempfile.TemporaryDirectory() as directory:
         publisher = kind(Path(directory), sender)
         follower = Follower(Path(directory), receiver, "bench")
@@ -150,7 +152,7 @@ def transport(
             assert follower.catch_up(sender.learner.update)
             updates.append(time.perf_counter() - started)
 
-        publisher.dense = True  # in bf16, and no updates
+        publisher.dense = True  # in the weights' type, and no updates
 
         def whole() -> None:
             publisher.start()
@@ -162,7 +164,7 @@ def transport(
         return statistics.median(updates), whole_s
 
 
-def over_gloo(rank: int, port: int, sizes: list[tuple[int, int]], found: Any) -> None:
+def over_gloo(rank: int, port: int, sizes: list[tuple[int, int, str]], found: Any) -> None:
     """Whole weights from process 0 to process 1, for each size."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -171,8 +173,8 @@ def over_gloo(rank: int, port: int, sizes: list[tuple[int, int]], found: Any) ->
     groups = ProcessGroupCollection()
     for field in fields(ProcessGroupCollection):
         setattr(groups, field.name, alone[rank])
-    for hidden, layers in sizes:
-        config = configuration(hidden, layers)
+    for size in sizes:
+        config = configuration(*size)
         tconfig, arguments = transformer_config(config)
         (model,) = build_chunks(tconfig, arguments, groups)
 
@@ -240,9 +242,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Sketches against whole weights.")
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sizes = [(hidden, args.layers) for hidden in args.hidden]
+    sizes = [(hidden, args.layers, args.precision) for hidden in args.hidden]
     pg = distributed.initialize(configuration(*sizes[0]).parallel, 0)
     rows = [measure(*size, pg) for size in sizes]
     with multiprocessing.Manager() as manager:
