@@ -83,9 +83,7 @@ def update(learner: Learner) -> None:
     assert learner.step(None).applied
 
 
-def measure(
-    hidden: int, layers: int, precision: str, pg: ProcessGroupCollection
-) -> dict[str, Any]:
+def measure(hidden: int, layers: int, precision: str, pg: ProcessGroupCollection) -> dict[str, Any]:
     """Bytes and seconds of one size within this process."""
     config = configuration(hidden, layers, precision)
     tconfig, arguments = transformer_config(config)
