@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -207,20 +208,21 @@ def _run_counting(config: Config) -> tuple[int, int]:
     return bytes_of["reduced"], bytes_of["gathered"]
 
 
-def test_one_ranks_non_finite_gradient_skips_adams_step_on_all(ranks):
-    for before, after, result in ranks.run(2, _adam_with_a_nan):
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_ranks_non_finite_gradient_skips_adams_step_on_all(ranks, bad):
+    for before, after, result in ranks.run(2, _adam_with_one_bad_gradient, bad):
         assert not result.applied and result.reason == "a gradient is not finite"
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def _adam_with_a_nan() -> tuple[Any, Any, Any]:
+def _adam_with_one_bad_gradient(bad: float) -> tuple[Any, Any, Any]:
     config = tiny_config(SPEC, optimizer={"kind": "adam"})
     learner = make_learner(config, distributed.initialize(config.parallel, 0))
     generator = torch.Generator().manual_seed(0)
     backward(learner, make_batches(generator, [[18, 9], [12, 20]]))
     before = {name: weight.clone() for name, weight in whole_weights(learner).items()}
     if dist.get_rank() == 1:
-        learner.chunks[0].buffers[0].grad_data[-1] = torch.nan
+        learner.chunks[0].buffers[0].grad_data[-1] = bad
     return before, whole_weights(learner), learner.step(None)
 
 

@@ -497,4 +497,6 @@ def _scheduler(
 
 
 def _finite(ddp: DistributedDataParallel) -> bool:
-    return all(bool(buffer.grad_data.isfinite().all()) for buffer in ddp.buffers)
+    # A NaN is both extremes. One pass and no copies, of which `isfinite` on all of it makes three.
+    extremes = [torch.stack(buffer.grad_data.aminmax()) for buffer in ddp.buffers]
+    return all(bool(pair.isfinite().all()) for pair in extremes)
