@@ -519,8 +519,12 @@ class Config(Section):
         if self.parallel.virtual_pipeline > 1 and self.parallel.pipeline == 1:
             raise ValueError("parallel.virtual_pipeline: more than 1 needs parallel.pipeline > 1")
         control = self.step_control
-        if control.schedule != "constant" and control.kl_budget_final > control.kl_budget:
-            raise ValueError("step_control.kl_budget_final: must not exceed step_control.kl_budget")
+        falls = control.mode == "kl_budget" and control.schedule != "constant"
+        if falls and control.kl_budget_final > control.kl_budget:
+            raise ValueError(
+                f"step_control.kl_budget_final: {control.kl_budget_final:g} exceeds "
+                f"step_control.kl_budget={control.kl_budget:g}; expected at most that"
+            )
         if control.adaptive and (control.mode != "kl_budget" or control.realised_kl_interval == 0):
             raise ValueError(
                 "step_control.adaptive: needs mode kl_budget and realised_kl_interval of at least 1"

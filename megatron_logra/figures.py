@@ -415,8 +415,8 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Figure | None]], ..
     (
         "kl",
         "KL control",
-        "The step is scaled by α so that its predicted KL meets the budget; the realised KL is "
-        "measured on the same responses after the step, at an interval.",
+        "With a budget the step is scaled by α so that its predicted KL meets it; the realised KL "
+        "is measured on the same responses after the step, at an interval.",
         _kl,
     ),
     ("alpha", "Step size", "At α = 1 the update has the size that step_control asks for.", _alpha),

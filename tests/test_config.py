@@ -121,7 +121,8 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
         ),
         (
             MODEL + "step_control: {kl_budget_final: 1e-3}",
-            "step_control.kl_budget_final: must not exceed step_control.kl_budget",
+            "step_control.kl_budget_final: 0.001 exceeds step_control.kl_budget=0.0002; "
+            "expected at most that",
         ),
         (MODEL + "environment: 3", "environment: expected a valid list, got 3"),
         (

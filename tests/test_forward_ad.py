@@ -265,3 +265,11 @@ def test_a_compiled_function_keeps_its_tangent(generator) -> None:
         found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, tangent))).tangent
     sigmoid = torch.sigmoid(x)
     torch.testing.assert_close(found, tangent * sigmoid * (1 + x * (1 - sigmoid)))
+
+
+def test_a_function_that_overwrites_its_input_has_no_rule():
+    x, tangent = torch.randn(2, 3), torch.randn(2, 3)
+    with rules.forward_mode():
+        dual = forward_ad.make_dual(x, tangent)
+        with pytest.raises(rules.MissingRule, match="silu in place"):
+            functional.silu(dual, inplace=True)

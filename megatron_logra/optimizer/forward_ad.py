@@ -166,6 +166,8 @@ def _baddbmm(
 
 
 def _plain_silu(result: Tensor, of: Values, moved: Tangents, **_: Any) -> Tensor:
+    if result.data_ptr() == of[0].data_ptr():
+        raise MissingRule("no forward-mode rule for silu in place, which overwrites its input")
     return torch.ops.aten.silu_backward(moved[0], of[0])
 
 

@@ -300,7 +300,8 @@ class Learner:
         scaled = None
         if report.kl_predicted is not None and report.alpha is not None:
             scaled = report.alpha**2 * report.kl_predicted
-        correction = self.control.correction if self.cfg.step_control.adaptive else None
+        corrects = self.cfg.step_control.adaptive and self.predictor is not None
+        correction = self.control.correction if corrects else None
         if applied:
             self.update += 1
             for scheduler in self.schedulers:

@@ -51,6 +51,8 @@ BAND = {torch.float32: 2.0, torch.bfloat16: 1.5}
 """Factor by which the KL at ε may miss `AIM` without another try, likewise."""
 TRIES = 6
 """Most lengths ε that are tried."""
+_LOGITS = 2**23
+"""Most logits of a rank that exist at once: a dozen tensors of their size do, some in float64."""
 
 Estimator = Literal["auto", "forward_ad", "finite_difference"]
 
@@ -106,7 +108,7 @@ class PredictedKL:
         chunks: this rank's model chunks (wrapped or not).
         capture: the sketch hooks of its targets.
         temperature: softmax temperature T of the policy.
-        chunk: positions whose logits exist at once.
+        chunk: positions whose logits exist at once, if these are not too many.
         rows: responses in one forward pass.
         max_tokens: positions in one forward pass, unless a single response has more.
         estimator: how to predict; `auto` takes forward mode where every function has a rule.
@@ -130,7 +132,9 @@ class PredictedKL:
         self.chunks = chunks
         self.capture = capture
         self.temperature = temperature
-        self.chunk = chunk
+        weight = self._output_weight()
+        columns = 1 if weight is None else weight.shape[0]
+        self.chunk = max(1, min(chunk, _LOGITS // columns))
         self.rows = rows
         self.max_tokens = max_tokens
         self.wanted = estimator
