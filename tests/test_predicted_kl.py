@@ -6,6 +6,8 @@ import gc
 import itertools
 import math
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,19 @@ def test_the_deviation_is_the_third_order_term_and_shrinks_with_the_step(ranks, 
     ]
     for less, more in itertools.pairwise(off):
         assert 2 < more / less < 6, off  # √10 = 3.2; 1 or 10 at other orders
+
+
+def test_the_published_table_has_a_row_for_each_precision_and_estimator():
+    script = Path(__file__).with_name("kl_table.py")
+    command = [sys.executable, str(script), "--draws", "1", "--layouts", "one"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [tuple(row[1:3]) for row in rows] == [
+        (precision, name)
+        for precision in ("fp32", "bf16")
+        for name in ("forward mode", "differences")
+    ]
+    assert all(0.9 < float(row[4]) < 1.1 for row in rows[:2])
 
 
 def _tables(directory: Path, seed: int, draws: int) -> list[list[Row]]:
